@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -85,12 +85,15 @@ def _over(usual: Mapping[str, Any], given: Section) -> dict[str, Any]:
 # ---- curves --------------------------------------------------------------------------------------
 
 
-def with_curve(fast: FastSettings | None, facts: Mapping[str, Any]) -> FastSettings | None:
+def with_curve(
+    fast: FastSettings | None, facts: Callable[[], Mapping[str, Any]]
+) -> FastSettings | None:
     """Return settings with the ratios of the curve's file that they name.
 
     Args:
         fast: the settings.
-        facts: of the run: what `curve_facts` of the run's weights, sampler and sizes returns.
+        facts: returns those of the run, as `curve_facts` does; called if a file is named, since
+            it reads the weights.
 
     Raises:
         ConfigErrors: the file cannot be read, or was measured on something else.
@@ -99,7 +102,7 @@ def with_curve(fast: FastSettings | None, facts: Mapping[str, Any]) -> FastSetti
     if fast is None or fast.cache is None or how is None or not isinstance(how.ratios, str):
         return fast
     said = _read(how.ratios)
-    if problems := [*differences(said, facts, how.ratios)]:
+    if problems := [*differences(said, facts(), how.ratios)]:
         raise ConfigErrors(problems)
     try:
         own = how.replace(ratios=said["ratios"])

@@ -20,7 +20,7 @@ from maxattn_examples.samplers import keys_of, start
 from maxattn_examples.samplers.sampler import Sampler
 
 from .facts import curve_facts, weights_facts
-from .fast import with_curve
+from .fast import FastSettings, with_curve
 from .files import Paths
 from .rows import Rows
 from .task import Arrays, Expert, SamplingTask
@@ -58,17 +58,23 @@ def resolved(task: SamplingTask, paths: Paths, divides: bool = True) -> RunSteps
     sampling, sampler = task.settings.sampling, task.sampler()
     experts = task.experts(sampler.schedule(sampling.num_inference_steps).times)
     experts = tuple(x if divides else x._replace(guided=sampling.guided) for x in experts)
-    facts = curve_facts(task, sampler, paths)
-    fast = with_curve(sampling.fast, facts)
-    second = getattr(sampling, "fast_2", None)
-    settings = fast if second is None else (fast, with_curve(second, facts))
+    given = [sampling.fast] if second_of(task) is None else [sampling.fast, second_of(task)]
     count = sampling.num_inference_steps
-    if fast is not None and fast.preset is not None and count < FEW:
-        rule = f"it gains next to nothing in fewer than {FEW} steps, and the run has {count}"
-        raise ConfigError("sampling.fast.preset", fast.preset, rule, "leave it out")
+    for key, fast in zip(("fast", "fast_2"), given, strict=False):
+        if fast is not None and fast.preset is not None and count < FEW:
+            rule = f"it gains next to nothing in fewer than {FEW} steps, and the run has {count}"
+            raise ConfigError(f"sampling.{key}.preset", fast.preset, rule, "leave it out")
+    facts = partial(curve_facts, task, sampler, paths)
+    each = [with_curve(fast, facts) for fast in given]
+    settings = each if len(each) > 1 else each[0]
     counts, guided = [x.steps for x in experts], [x.guided for x in experts]
     steps = resolve(settings, counts, task.layers, guided, setting="sampling.fast")
     return RunSteps(sampler, experts, steps)
+
+
+def second_of(task: SamplingTask) -> FastSettings | None:
+    """Return the settings of the second of two transformers, if it has its own."""
+    return getattr(task.settings.sampling, "fast_2", None)
 
 
 def predicts_both(task: SamplingTask) -> bool:
@@ -78,8 +84,7 @@ def predicts_both(task: SamplingTask) -> bool:
 
 def predicts_apart(task: SamplingTask) -> bool:
     """Check whether steps differ in their predictions, or one prediction skips layers."""
-    sampling = task.settings.sampling
-    found = (sampling.fast, getattr(sampling, "fast_2", None))
+    found = (task.settings.sampling.fast, second_of(task))
     guidance = [x.guidance for x in found if x is not None and x.guidance is not None]
     return any((how.start, how.stop) != (0, 1) or how.skip is not None for how in guidance)
 

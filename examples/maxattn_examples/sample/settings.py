@@ -64,8 +64,9 @@ class SamplingSettings(Section):
         own = Given.of({**values, **found})
         if own is not None and "num_inference_steps" not in given:
             found["num_inference_steps"] = len(own.values)
-        if (fast := values["fast"]) is not None:
-            found["fast"] = settled(fast, cls.family)
+        for key in ("fast", "fast_2"):
+            if (fast := values.get(key)) is not None:
+                found[key] = settled(fast, cls.family)
         return found
 
     @classmethod

@@ -169,7 +169,7 @@ def sample(
     schedule: Schedule,
     keys: Keys | None = None,
     steps: Steps | None = None,
-    scale: Any = 1.0,
+    scale: Any = None,
     batched: bool = False,
 ) -> Float[Array, "B ..."]:
     """Walk from noise to a sample, in one `lax.scan`.
@@ -194,13 +194,13 @@ def sample(
         keys: from `keys_of`, for a sampler that re-noises.
         steps: from `maxattn.steps.resolve`: which steps compute, reuse and are guided; default all
             compute one prediction. Each kind of step is compiled once.
-        scale: of guidance, with `steps`.
+        scale: of guidance, with `steps` that are guided; default 1.
         batched: whether a guided step calls `predict` once, with the name "both", for the
             predictions of twice the rows, those without the text first; with `steps`.
 
     Raises:
-        InputError: the sampler re-noises, and there are no keys; `steps` are of another number; or
-            the model needs a clone.
+        InputError: the sampler re-noises, and there are no keys; `steps` are of another number,
+            or none of them is guided and a scale is given; or the model needs a clone.
 
     >>> clean = jnp.array([[1.0, 2.0]])
     >>> noise = jax.random.normal(jax.random.key(0), clean.shape)
@@ -214,9 +214,10 @@ def sample(
 
     begin = start(schedule, noise, keys)
     count = len(schedule.times)
+    check_steps(steps, count, scale)
+    model = None
     if steps is not None:
-        check_steps(steps, count)
-    model = None if steps is None else Guided(call, steps, scale, batched)
+        model = Guided(call, steps, 1.0 if scale is None else scale, batched)
 
     def one(carry: tuple[State, Any], at: Any) -> tuple[tuple[State, Any], None]:
         (state, kept), (i, row, own) = carry, at

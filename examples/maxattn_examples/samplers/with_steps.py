@@ -92,9 +92,12 @@ def _kinds(steps: Steps, batched: bool) -> Iterator[tuple[Any, bool]]:
         yield jax.tree.structure(step), takes_both
 
 
-def check_steps(steps: Steps, count: int) -> None:
-    """Refuse steps of another number than the schedule has."""
-    if len(steps) != count:
+def check_steps(steps: Steps | None, count: int, scale: Any) -> None:
+    """Refuse steps of another number than the schedule has, and a scale that no step would use."""
+    if scale is not None and not any(step.guidance == "two" for step in steps or ()):
+        rule, remedy = "no step is guided", "resolve steps with guided=True, and give them as steps"
+        raise InputError("scale", "given", rule, remedy)
+    if steps is not None and len(steps) != count:
         rule = f"it has a step for each of the {count} of the schedule"
         raise InputError("steps", f"{len(steps)} steps", rule, f"resolve them for {count} steps")
 

@@ -2,7 +2,10 @@
 
 A program trains a model of its own by `train(task)`:
 
-    from maxattn_examples.train import train
+    import jax
+    import jax.numpy as jnp
+    import maxattn as ma
+    from maxattn_examples.train import flow, train
     from maxattn_examples.train.latents import LatentFolder
     from maxattn_examples.train.settings import DataSettings, TrainingSettings
     from maxattn_examples.train.task import Task
@@ -12,7 +15,7 @@ A program trains a model of its own by `train(task)`:
         training: TrainingSettings = TrainingSettings()
 
     class Mine(Task):
-        settings = Settings.from_yaml("mine.yml")
+        settings = Settings.from_yaml("mine.yml")  # data: {folder: ...}, training: {...}
 
         def source(self):
             return LatentFolder(self.settings.data.folder)
@@ -21,10 +24,13 @@ A program trains a model of its own by `train(task)`:
             return MyModel(self.settings, mesh, rngs=rngs)
 
         def noised(self, batch, empty, key):  # what the loss needs, drawn anew in each step
-            return flow.noised(batch["latents"], flow.times(key, len(batch["latents"]), 3.0), key)
+            for_times, for_noise = jax.random.split(key)
+            t = flow.times(for_times, len(batch["latents"]), 3.0)  # 0 (clean) to 1 (noise)
+            return flow.noised(batch["latents"], t, for_noise)._asdict()
 
         def loss(self, model, examples):
-            return jnp.mean((model(examples["mixed"]) - examples["velocity"]) ** 2)
+            velocity = model(examples["mixed"], examples["times"])
+            return jnp.mean((velocity - examples["velocity"]) ** 2)
 
     model, losses = train(Mine())
 

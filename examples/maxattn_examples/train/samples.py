@@ -88,8 +88,8 @@ class Samples:
             return task.predict(model, x, jnp.broadcast_to(t, x.shape[:1]), known)
 
         steps = resolve(None, len(self.schedule.times), task.layers, self.guided)
-        how = {"scale": self.sampling.cfg_scale, "batched": True}
-        return sample(predict, noise, self.schedule, self.keys, steps, **how)
+        scale = self.sampling.cfg_scale if self.guided else None
+        return sample(predict, noise, self.schedule, self.keys, steps, scale, batched=True)
 
     def __call__(self, trained: Tree, fixed: Tree, step: int) -> Path:
         """Draw with these parameters; return the picture."""

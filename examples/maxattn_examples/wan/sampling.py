@@ -139,6 +139,9 @@ class WanSamplingTask(SamplingTask):
         if boundary is None and scale is not None and not second.is_dir():
             rule = "it is the second transformer's, and this pipeline has one"
             yield ConfigError("sampling.guidance_scale_2", scale, rule, "set guidance_scale")
+        if boundary is None and self.settings.sampling.fast_2 is not None:
+            rule = "it is the second transformer's, and this pipeline has one"
+            yield ConfigError("sampling.fast_2", "given", rule, "set fast")
         if scale is not None and scale > 1 and not self.settings.sampling.guided:
             rule = "guidance is for both transformers or for none, and guidance_scale is at most 1"
             remedy = "set guidance_scale too, 1.001 for next to none"

@@ -5,11 +5,9 @@ The same YAML file trains (examples/train.py wan) and draws (examples/generate.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-import yaml
 from annotated_types import Ge, Gt, Lt
 
 import maxattn as ma
@@ -122,22 +120,3 @@ class Settings(ma.AttentionConfig):
     """How videos are drawn."""
     rollout: RolloutSettings = RolloutSettings()
     """How a model that was trained for it makes videos block by block."""
-
-
-def describes_wan(path: str, overrides: Sequence[str]) -> bool:
-    """Check whether a file with overrides is for Wan: its model has `sizes` or a `folder`."""
-    try:
-        sections = yaml.safe_load(Path(path).read_text("utf-8-sig"))
-        keys = _keys(sections.get("model")) if isinstance(sections, dict) else set()
-        for key, value in (override.split("=", 1) for override in overrides if "=" in override):
-            if key.strip() == "model":
-                keys = _keys(yaml.safe_load(value))
-            keys.add("model.sizes" if key.strip() == "sizes" else key.strip())
-    # The class that reads the file and the overrides reports their errors.
-    except (OSError, ValueError, yaml.YAMLError):
-        return False
-    return bool(keys & {"model.sizes", "model.folder"})
-
-
-def _keys(model: Any) -> set[str]:
-    return {f"model.{key}" for key in model} if isinstance(model, dict) else set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from tests.examples.sample.pipelines import FIXTURES, check, pipeline, prepared,
 from tests.fixtures import make_caches, make_diffusers
 from tests.fixtures import make_guiders as made
 from tests.golden_text import check_golden
+from tests.packages import skip_without
 
 FAMILIES: dict[str, Any] = {"wan": WanSampling, "flux": FluxSampling, "sdxl": SDXLSampling}
 
@@ -86,17 +86,34 @@ def test_a_curve_is_taken_by_the_run_that_it_is_of(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(said))
     fast = FastSettings(cache={"magcache": {"ratios": str(file)}})  # type: ignore[arg-type]
     facts = {"sampler": "unipc", "shift": 3.0, "checkpoint": "ab", "num_layers": 4, "lora": []}
-    taken = with_curve(fast, facts)
+    taken = with_curve(fast, lambda: facts)
     assert taken is not None and taken.cache is not None and taken.cache.magcache is not None
     assert taken.cache.magcache.ratios == (1.0, 0.9, 0.8)
     others = {"sampler": "euler", "shift": 5.0, "checkpoint": "cd", "num_layers": 5,
               "lora": ["x"], "checkpoint_2": "ef"}  # fmt: skip
     for key, value in others.items():
         with pytest.raises(ConfigErrors, match=f"{key} .*\n.*measured with this {key}"):
-            with_curve(fast, facts | {key: value})
+            with_curve(fast, lambda: facts | {key: value})  # noqa: B023
     file.write_text("ratios: none")
     with pytest.raises(ConfigError, match="with the key ratios"):
-        with_curve(fast, facts)
+        with_curve(fast, lambda: facts)
+
+
+def test_a_second_transformer_has_settings_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, options = prepared(tmp_path, "wan_a14b")
+    words = (*options, "num_inference_steps=9", "fast.cache.interval=3", "fast_2.preset=gentle")
+    run(folder, "wan_a14b", *words)
+    printed = capsys.readouterr().out
+    (schedule,) = re.findall(r"schedule ([X.]+)\n", printed)
+    own = WanSampling(fast_2=FastSettings(preset="gentle")).fast_2
+    first = int(re.findall(r"expert +transformer, steps 1 to (\d+)", printed)[0])
+    counts = first, 9 - first
+    settings = StepSettings.model_validate({"cache": {"interval": 3}})
+    assert schedule == resolve((settings, own), counts, 2, True).letters
+    with pytest.raises(ConfigErrors, match=r"fast_2: given\n.*this pipeline has one"):
+        run(*prepared(tmp_path / "one")[:1], "wan", *told(tmp_path, "wan")[1], "fast_2.preset=fast")
 
 
 def test_a_hash_of_weights_is_of_every_tensor(tmp_path: Path) -> None:
@@ -149,9 +166,7 @@ def test_a_run_is_diffusers(cache: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("cache", WORDS)
 def test_the_fixture_is_what_diffusers_draws(cache: str) -> None:
-    for package in ("torch", "diffusers", "transformers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    skip_without("torch", "diffusers", "transformers")
     from safetensors.torch import load_file as load_torch
 
     inputs = load_torch(FIXTURES / "diffusers_run_wan.safetensors")
@@ -171,7 +186,8 @@ def guided_sample(name: str, noise: Any) -> Any:
         layers = [lambda x, i=i: made.layer(x, i, t, what, jnp) for i in range(len(made.STRENGTHS))]
         return ma.blocks(layers, jnp.sin(x))
 
-    schedule, scale = flow_euler.schedule(case.steps, made.SHIFT), case.options["guidance_scale"]
+    schedule = flow_euler.schedule(case.steps, made.SHIFT)
+    scale = case.options["guidance_scale"] if guided else None
     return sample(predict, jnp.asarray(noise), schedule, steps=steps, scale=scale)
 
 
@@ -184,9 +200,7 @@ def test_guidance_is_diffusers(name: str) -> None:
 
 @pytest.mark.parametrize("name", made.cases())
 def test_guidance_is_diffusers_live(name: str) -> None:
-    for package in ("torch", "diffusers"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    skip_without("torch", "diffusers")
     noise = made.first()
     ours = guided_sample(name, noise.numpy())
     assert distance(ours, made.run(made.cases()[name], noise).numpy()[-1]) <= 5e-6

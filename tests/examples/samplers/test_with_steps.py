@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from maxattn_examples.common.layers import sinusoids
-from maxattn_examples.samplers import flow_euler, sample, start, unipc
+from maxattn_examples.samplers import sample, start, unipc
 from maxattn_examples.samplers import step as take_step
 from maxattn_examples.sdxl.layers import activated
 from maxattn_examples.sdxl.sizes import Sizes
@@ -74,6 +74,9 @@ def test_one_compiled_walk_is_a_loop_over_its_steps(name: str, batched: bool) ->
 def test_steps_of_another_number_are_refused() -> None:
     with pytest.raises(InputError, match="a step for each of the 10 of the schedule"):
         sample(predict, NOISE, unipc.schedule(10, 3.0), steps=resolve(None, 9, 3))
+    for steps in (None, resolve(None, 10, 3)):
+        with pytest.raises(InputError, match=r"scale: given\n.*no step is guided"):
+            sample(predict, NOISE, unipc.schedule(10, 3.0), steps=steps, scale=5.0)
 
 
 # ---- DeepCache -----------------------------------------------------------------------------------
@@ -136,12 +139,3 @@ def test_an_interval_is_deepcache() -> None:
         cached = new if i % 3 == 0 else cached
         got, kept = forward(step, kept, net, x, t, TEXT, POOLED, PICTURE)
         np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.abs(want).max()))
-
-
-def test_flow_matching_ends_at_the_clean_sample() -> None:
-    """The sign of a prediction: the velocity is noise - clean."""
-    clean = jnp.full((2, 6), 0.5)
-    schedule = flow_euler.schedule(5, 3.0)
-    np.testing.assert_allclose(
-        sample(lambda x, t: NOISE - clean, NOISE, schedule), clean, atol=1e-6
-    )
