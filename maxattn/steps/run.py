@@ -203,23 +203,49 @@ class _Hook:
         self.sites = self.layers = 0  # calls of `blocks` so far, and their layers
 
     def __call__(self, layers: Layers, x: Any) -> Any:
-        offset, site = self.layers, self.sites
-        self.layers, self.sites = offset + layers.count, site + 1
+        """Run the layers before the span, compute the span or reuse its sum, run those after it."""
+        step, site, offset = self.step, self.sites, self.layers
+        self.sites, self.layers = site + 1, offset + layers.count
         layers = layers._replace(run=partial(self._run, layers, offset))
-        if self.step.blocks:
-            return self._decided(layers, x, site)
-        first, last = self.step.span or (0, offset + layers.count)
-        first, last = (min(max(n - offset, 0), layers.count) for n in (first, last))
-        x = layers.run(x, range(first))
-        if self.step.layers == "reuse":
-            total = self._total(site, self.step.weights)
-            x = jax.tree.map(jnp.add, x, total) if layers.add else total
+        sums = () if self.before is None else self.before.sums[site]
+        first, last = self._span(layers.count, site, offset)
+        head = layers.run(x, range(first))
+        if step.blocks and site == 0:
+            self._decide(jax.tree.leaves(head)[0] - jax.tree.leaves(x)[0])
+
+        def compute() -> tuple[Any, tuple[Sum, ...]]:
+            y = layers.run(head, range(first, last))
+            if not step.keeps:
+                return y, ()
+            new = jax.tree.map(jnp.subtract, y, head) if layers.add else y
+            # Both branches of a decision keep as many sums.
+            older = sums or (new,) * bool(step.blocks)
+            return y, (new, *older)[: step.keeps]
+
+        def reuse() -> tuple[Any, tuple[Sum, ...]]:
+            total = self._total(sums)
+            return jax.tree.map(jnp.add, head, total) if layers.add else total, sums
+
+        if self.added.computed is not None:
+            y, kept = jax.lax.cond(self.added.computed, compute, reuse)
         else:
-            before, x = x, layers.run(x, range(first, last))
-            if self.step.keeps:
-                new = jax.tree.map(jnp.subtract, x, before) if layers.add else x
-                self._keep((new, *self._older(site))[: self.step.keeps])
-        return layers.run(x, range(last, layers.count))
+            y, kept = reuse() if step.layers == "reuse" else compute()
+        self.added = self.added._replace(sums=(*self.added.sums, kept))
+        return layers.run(y, range(last, layers.count))
+
+    def _span(self, count: int, site: int, offset: int) -> tuple[int, int]:
+        """Return the first layer of a call of `blocks` that is reused, and the one after the last.
+
+        Where steps decide, the first layers of the first call do, and run in every step.
+        """
+        if not self.step.blocks:
+            first, last = self.step.span or (0, offset + count)
+            return min(max(first - offset, 0), count), min(max(last - offset, 0), count)
+        if site == 0 and self.step.blocks > count:
+            rule = f"the first call of ma.blocks, which decides, runs {count} layers"
+            remedy = f"set first_block.blocks to {count} or less"
+            raise InputError("first_block.blocks", self.step.blocks, rule, remedy)
+        return (0 if site else self.step.blocks), count
 
     def _run(self, layers: Layers, offset: int, x: Any, span: range) -> Any:
         """Run the layers of a span, without those that are skipped."""
@@ -230,17 +256,12 @@ class _Hook:
             start = stop + 1
         return x
 
-    def _keep(self, sums: tuple[Sum, ...]) -> None:
-        self.added = self.added._replace(sums=(*self.added.sums, sums))
-
-    def _older(self, site: int) -> tuple[Sum, ...]:
-        return () if self.before is None else self.before.sums[site]
-
-    def _total(self, site: int, weights: Any) -> Sum:
+    def _total(self, sums: tuple[Sum, ...]) -> Sum:
         """Return the sum that a step adds: the last one, or a point of the line through two."""
-        if not (sums := self._older(site)):
+        if not sums:
             rule = "the step reuses what layers added in an earlier step, and nothing was kept"
             raise InputError("kept", self.name, rule, "pass on what the step before returned")
+        weights = self.step.weights if self.added.decision is None else self._line()
         if len(weights) == 1:
             return sums[0]
 
@@ -250,54 +271,7 @@ class _Hook:
 
         return jax.tree.map(line, *sums[:2])
 
-    def _decided(self, layers: Layers, x: Any, site: int) -> Any:
-        """Run the first layers, and reuse the others where these added what they added before."""
-        step, sums = self.step, self._older(site)
-        begins = step.layers == "compute" or not sums
-        if site == 0:
-            if step.blocks > layers.count:
-                rule = f"the first call of ma.blocks, which decides, runs {layers.count} layers"
-                remedy = f"set first_block.blocks to {layers.count} or less"
-                raise InputError("first_block.blocks", step.blocks, rule, remedy)
-            head = layers.run(x, range(step.blocks))
-            first = jax.tree.leaves(head)[0] - jax.tree.leaves(x)[0]
-            self._begin(first) if begins else self._decide(first)
-        else:
-            head = x
-        rest = range(step.blocks if site == 0 else 0, layers.count)
-
-        def compute() -> tuple[Any, tuple[Sum, ...]]:
-            y = layers.run(head, rest)
-            new = jax.tree.map(jnp.subtract, y, head) if layers.add else y
-            return y, (new, *(sums or (new,)))[: step.keeps]
-
-        def again() -> tuple[Any, tuple[Sum, ...]]:
-            total = self._total(site, self._weights())
-            return jax.tree.map(jnp.add, head, total) if layers.add else total, sums
-
-        y, kept = compute() if begins else jax.lax.cond(self.added.computed, compute, again)
-        self._keep(kept)
-        return y
-
-    def _begin(self, first: Array) -> None:
-        """Keep what later steps compare with, of a step that computes in any case."""
-        none = jnp.full(self.step.keeps, -1, jnp.int32)
-        numbers = none.at[0].set(jnp.int32(self.step.number))
-        self.added = Added((), Decision(first, numbers, jnp.int32(0)))
-
-    def _decide(self, first: Array) -> None:
-        assert self.before is not None and self.before.decision is not None, "a step began"
-        step, before = self.step, self.before.decision
-        mean = partial(_mean, self.rows, 2 if self.name == BOTH else 1)
-        change = mean(first - before.first) / mean(before.first)
-        reuse = (change < step.threshold) & (before.row < step.most)
-        numbers = jnp.concatenate([jnp.int32(step.number)[None], before.numbers[:-1]])
-        anew = Decision(first, numbers, jnp.int32(0))
-        again = before._replace(row=before.row + 1)
-        decision = jax.tree.map(partial(jnp.where, reuse), again, anew)
-        self.added = Added((), decision, ~reuse)
-
-    def _weights(self) -> tuple[Any, ...]:
+    def _line(self) -> tuple[Any, ...]:
         """Weigh the last two sums so that a line through them is at the step; one counts 1."""
         assert self.before is not None and self.before.decision is not None, "a step began"
         numbers = self.before.decision.numbers.astype(jnp.float32)
@@ -306,6 +280,22 @@ class _Hook:
         last, older = numbers
         share = jnp.where(older < 0, 0.0, (self.step.number - last) / (last - older))
         return 1 + share, -share
+
+    def _decide(self, first: Array) -> None:
+        """Decide by what the first layers add whether the step computes, and keep that."""
+        step, before = self.step, self.before and self.before.decision
+        older = jnp.full(step.keeps - 1, -1, jnp.int32) if before is None else before.numbers[:-1]
+        numbers = jnp.concatenate([jnp.int32(step.number)[None], older])
+        anew = Decision(first, numbers, jnp.int32(0))
+        if step.layers == "compute" or before is None:
+            self.added = Added((), anew)
+            return
+        mean = partial(_mean, self.rows, 2 if self.name == BOTH else 1)
+        change = mean(first - before.first) / mean(before.first)
+        reuse = (change < step.threshold) & (before.row < step.most)
+        again = before._replace(row=before.row + 1)
+        decision = jax.tree.map(partial(jnp.where, reuse), again, anew)
+        self.added = Added((), decision, ~reuse)
 
 
 def _mean(rows: Any, calls: int, x: Array) -> Float[Array, ""]:
