@@ -373,7 +373,7 @@ def test_fa4_could_be_a_package_of_its_own() -> None:
 
 
 # Tests of no folder of the package, or of a part of one.
-NO_MIRROR = {"beside", "benchmarks", "examples", "fixtures", "fuzz", "gpu", "weights/families"}
+NO_MIRROR = {"benchmarks", "examples", "fixtures", "fuzz", "gpu", "weights/families"}
 
 
 def test_tests_mirror_the_package() -> None:
