@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def schedules(ratios: tuple, counts: list[int], layers: int) -> str:
-    """Return a table of the schedules that thresholds give."""
+    """Return a table with the schedule that each threshold gives."""
     rows = []
     for threshold, most in THRESHOLDS:
         how = {"ratios": ratios, "threshold": threshold, "most": most}
@@ -61,7 +61,7 @@ def schedules(ratios: tuple, counts: list[int], layers: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, write and print."""
+    """Measure the curve, write it, and print the schedules."""
     found, make, paths = opened(__doc__, arguments, add_options)
     hosts.alone("a calibration")
     check_unread(found, "out", "latents", "plan")

@@ -8,13 +8,12 @@
         --settings configs/scores/digits_large.yml --clips 64
 
 The family may be left out if the file names its models. Every way of sampling draws the same
-prompts from the same noise. Its row says how many forwards are computed and how long they took,
-without compiling; how far its samples end from the dense ones, in multiples of the floor too, which
-is dense sampling with another kernel of attention; and the error of single steps that reuse or
-approximate, from the dense run's samples. Behind a way with a section `fast` comes plain sampling
-in as few steps as cost no less, with tests of both clip by clip. With --out DIR the samples are
-decoded into a folder for each way, and PSNR, SSIM (and LPIPS, where the package lpips is there) are
-of their pictures.
+prompts from the same noise. Its row has the number of forwards, the seconds without compiling, the
+distance of its samples from the dense ones (also as a multiple of the floor, which is dense
+sampling with another attention kernel), and the error of single steps that reuse or approximate.
+Each way with a section `fast` is followed by plain sampling in the fewest steps that cost no less,
+and a test compares both clip by clip. With --out DIR the samples are decoded into a folder for each
+way, which adds PSNR, SSIM and, if the package lpips is installed, LPIPS.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare, and write what is known after each way of sampling."""
+    """Run every way of sampling, and write the report after each."""
     found, make, paths = opened(__doc__, arguments, add_options)
     hosts.alone("a comparison")
     check_unread(found, "latents")

@@ -42,7 +42,7 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
-    """Yield what cannot work."""
+    """Yield an error for each argument that cannot work."""
     missing = list(absent(found.folder, "folder"))
     yield from missing or without_torch("folder", "decoding latents", found.folder, NEEDS)
     yield from device_errors("--torch-device", found.torch_device)
@@ -63,7 +63,7 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
 
 
 def decode(found: argparse.Namespace, latents: np.ndarray, video: bool) -> Iterator[Path]:
-    """Decode and write, one after the other."""
+    """Decode samples and write their files, one sample at a time."""
     if video:
         fps = found.fps or (24 if continues_images(index_of(found.folder)) else 16)
         videos = wan_torch_parts.decode(found.folder, latents, found.torch_device)
@@ -75,7 +75,7 @@ def decode(found: argparse.Namespace, latents: np.ndarray, video: bool) -> Itera
 
 
 def main(found: argparse.Namespace) -> None:
-    """Decode what the arguments say."""
+    """Check the arguments, then decode the file of latents."""
     kind = config_of(found.folder, "vae").get("_class_name", "")
     if problems := list(errors_of(found, kind)):
         raise ConfigErrors(problems)

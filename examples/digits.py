@@ -156,14 +156,14 @@ class Settings(ma.AttentionConfig):
 
 
 def load(split: str) -> tuple[UInt8[np.ndarray, "n 8 8"], Int[np.ndarray, " n"]]:
-    """Load scans and their labels; every fifth is kept aside for the split "test"."""
+    """Load the scans and labels of a split; every fifth scan is in the split "test"."""
     scans, labels = load_digits(return_X_y=True)
     chosen = (np.arange(len(labels)) % 5 == 4) == (split == "test")
     return scans[chosen].reshape(-1, SIDE, SIDE).astype(np.uint8), labels[chosen]
 
 
 def move(scan: np.ndarray, direction: str, lane: int, data: Data) -> UInt8[np.ndarray, "F H W"]:
-    """Draw a digit that moves from edge to edge, `lane` pixels beside the upper or left one."""
+    """Draw a digit that moves from edge to edge, `lane` pixels from the upper or left one."""
     video = np.zeros((data.frames, data.canvas, data.canvas), np.uint8)
     places = np.linspace(0, data.canvas - SIDE, data.frames).round().astype(int)
     rows, columns = STEPS[direction]
@@ -187,7 +187,7 @@ def videos_of(split: str, data: Data) -> tuple[UInt8[np.ndarray, "n F H W"], lis
 
 
 def encode(prompts: Sequence[str]) -> Int[np.ndarray, "B S"]:
-    """Number the words of prompts; zeros fill up short ones, and the empty one is all zeros."""
+    """Number the words of prompts; zeros fill short ones, and an empty prompt is all zeros."""
     numbers = np.zeros((len(prompts), LENGTH), np.int32)
     for row, prompt in zip(numbers, prompts, strict=True):
         words = prompt.lower().split()
@@ -267,7 +267,7 @@ class Block(nnx.Module):
         self.table, self.mesh = modulation_table(6, sizes.dim, rngs), mesh
 
     def __call__(self, x: Array, modulation: Array, rotary: ma.Rotary, kv: KV, mask: Any) -> Array:
-        """Run the layers; each one's result is added to the tokens before the next norm."""
+        """Run the layers; adaptive_norm adds each layer's result before it norms the next input."""
         row = partial(ModulationRow, modulation, base=self.table[...])
         normed = partial(adaptive_norm, mesh=self.mesh)
         x, y = normed(x, self.norms[0], row(1), row(0))
@@ -291,7 +291,7 @@ def modulation_table(rows: int, dim: int, rngs: nnx.Rngs) -> nnx.Param:
 
 
 def shifted(t: Array, shift: float) -> Array:
-    """Move times towards the noise, where shift is above 1."""
+    """Move times towards the noise if shift is above 1."""
     return shift * t / (1 + (shift - 1) * t)
 
 
@@ -435,7 +435,7 @@ def right(machine: SVC, videos: Drawn, prompts: Sequence[str]) -> Bool[np.ndarra
 
 
 def around_ink(frames: Float[np.ndarray, "n H W"], off: Any = (0, 0)) -> np.ndarray:
-    """Cut 8 x 8 pixels around the centre of ink, moved by `off`."""
+    """Cut 8 x 8 pixels around the centre of ink, displaced by `off`."""
     corners = np.round(centre_of_ink(frames) - (SIDE - 1) / 2).astype(int) + np.array(off)
     corners = corners.clip(0, np.array(frames.shape[1:]) - SIDE)
     cuts = [f[r : r + SIDE, c : c + SIDE] for f, (r, c) in zip(frames, corners, strict=True)]
@@ -443,7 +443,7 @@ def around_ink(frames: Float[np.ndarray, "n H W"], off: Any = (0, 0)) -> np.ndar
 
 
 def centre_of_ink(frames: Float[np.ndarray, "... H W"]) -> Float[np.ndarray, "... 2"]:
-    """Return row and column of the centre of ink; of an empty frame, its middle."""
+    """Return the row and column of the centre of ink, or the middle of an empty frame."""
     ink = frames + 1e-6
     rows = (ink.sum(-1) * np.arange(frames.shape[-2])).sum(-1)
     columns = (ink.sum(-2) * np.arange(frames.shape[-1])).sum(-1)
@@ -474,7 +474,7 @@ def enlarged(frame: Float[np.ndarray, "H W"], scale: int = 4) -> UInt8[np.ndarra
 
 
 def page(names: Sequence[str], cells: Sequence[Any], starred: Sequence[str]) -> Image.Image:
-    """Lay pictures out in four columns, each below its name; some names are red, with a star."""
+    """Lay out pictures in four columns, each below its name; starred names are red."""
     font, (high, wide) = ImageFont.load_default(size=12), cells[0].shape
     wide, high = max(wide, *(round(font.getlength(name)) + 10 for name in names)) + 8, high + 24
     sheet = Image.new("RGB", (4 * wide + 8, -(-len(cells) // 4) * high + 8), "white")

@@ -51,7 +51,7 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
-    """Yield what cannot work."""
+    """Yield an error for each argument that cannot work."""
     yield from filter(None, [unwritable("--to", found.to)])
     if problems := list(absent(found.folder, "folder")):
         yield from problems
@@ -80,7 +80,7 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
 
 
 def main(found: argparse.Namespace) -> None:
-    """Encode and write; the prompts are the batch."""
+    """Encode all prompts as one batch, and write the file."""
     if problems := list(errors_of(found, index_of(found.folder).get("_class_name", ""))):
         raise ConfigErrors(problems)
     lines = [found.prompt] if found.prompts is None else found.prompts.read_text().splitlines()

@@ -3,10 +3,9 @@
     python examples/folder.py make /tmp/wan --model wan-2.1-t2v-1.3b --dtype bfloat16
     python examples/folder.py check /tmp/wan/transformer --save /tmp/again
 
-The other commands take a made folder as --model, where nothing can be downloaded: their samples are
-noise then. `check` says how much of the host's memory it took: tensors go to the devices one by
-one, not a whole model at once. On a CPU the devices' memory is the host's, and the model itself
-counts.
+If nothing can be downloaded, the other commands take such a folder as --model; their samples are
+then noise. `check` prints the peak of the host's memory: tensors go to the devices one by one, so
+it stays far below the model's size. On a CPU it includes the model, which is in the same memory.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(said: argparse.Namespace) -> None:
-    """Make or check."""
+    """Run `make` or `check`."""
     shard = int(said.shard_gib * 2**30)
     if said.layers is not None and (said.layers < 1 or said.model not in SIZES):
         sys.exit("error: --layers is a number of 1 or more, of a Wan transformer")

@@ -39,7 +39,7 @@ from maxattn.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw what the arguments say; default those of the process."""
+    """Draw samples; `arguments` default to those of the process."""
     family, words = families.named(arguments)
     found = arguments_of(families.help_of(__doc__ or "", family), words, family or "wan")
     family = family or families.of_file(found.config, found.overrides)
@@ -50,11 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def digits_on_a_torus(found: argparse.Namespace, settings: ClipSettings) -> None:
-    """Load the last checkpoint of the digits that move for ever, and stream a prompt, or all.
+    """Load the last checkpoint of digits on a torus, and stream one prompt, or all.
 
     Raises:
         ConfigErrors: files are given, which this model does not take.
-        ConfigError: there is no checkpoint of these settings.
+        ConfigError: no checkpoint has these settings.
         InputError: the prompt cannot be read.
     """
     from maxattn_examples.digits import stream_demo

@@ -4,12 +4,11 @@
         --empty negative.safetensors --model wan-2.1
     python examples/make_latents.py data/digits --digits wan --count 512
 
-Each file of --from holds some examples, the batch first: latents [B, C, F, h, w] (SDXL, Flux.1:
-[B, C, h, w]) as the model sees them, which is scaled; text [B, L, D]; for SDXL and Flux.1 pooled
-[B, P]; for SDXL time_ids [B, 6]; for image-to-video image [B, S, D] and condition
-[B, 4 + C, F, h, w]. --empty is an embeddings file with negative_text (and negative_pooled),
-[1, ...]: it replaces the text of some examples in training, which guidance needs; without it,
-zeros.
+Each file of --from has some examples, batch axis first: scaled latents [B, C, F, h, w] (SDXL,
+Flux.1: [B, C, h, w]); text [B, L, D]; for SDXL and Flux.1 pooled [B, P]; for SDXL time_ids [B, 6];
+for image-to-video image [B, S, D] and condition [B, 4 + C, F, h, w]. --empty is an embeddings file
+with negative_text (and negative_pooled), [1, ...]. Training replaces the text of some examples by
+it, so that sampling can be guided; the default is zeros.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read, check and write.
+    """Read the examples, check them and write the folder.
 
     Raises:
-        ConfigErrors: the folder is there, or the examples do not agree.
+        ConfigErrors: the folder exists, or the examples have different shapes.
     """
     args = parser().parse_args(arguments)
     if problems := list(_problems(args)):
@@ -73,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _problems(args: Any) -> Iterator[ConfigError]:
-    """Yield what cannot work: the source, or else the folder, and each file that is not there."""
+    """Yield an error for a missing source, an existing folder and each missing file."""
     if (args.files is None) == (args.digits is None):
         value = "neither" if args.files is None else "both"
-        yield ConfigError("--from, --digits", value, "examples come from one of them", "give one")
+        yield ConfigError("--from, --digits", value, "examples have one source", "give one")
         return
     if Path(args.folder).exists():
-        yield ConfigError("folder", args.folder, "it is made anew", "name another, or remove it")
+        yield ConfigError("folder", args.folder, "the folder exists", "name another, or remove it")
     elif problem := unwritable("folder", args.folder, folder=True):
         yield problem
     for option, file in [*(("--from", file) for file in args.files or ()), ("--empty", args.empty)]:

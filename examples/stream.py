@@ -5,7 +5,7 @@
     # another prompt from block 40 on
     python examples/stream.py wan configs/wan_1_3b_stream.yml --model FOLDER \\
         --prompt "a red fox in snow" --switch "40: it begins to run" --latents out/fox
-    # going on from clean latents, such as those of another run
+    # continue clean latents, such as those of another run
     python examples/stream.py wan configs/wan_1_3b_stream.yml --model FOLDER \\
         --prompt "..." --prefix out/fox/latents.safetensors --latents out/more
     # without torch: a file of examples/embed.py, with a row of text for each prompt
@@ -14,8 +14,8 @@
     # without weights, for times and memory
     python examples/stream.py wan configs/wan_1_3b_stream.yml --prompt any --latents out/any
 
-FOLDER is in diffusers' format. The latents of each block are written as soon as it is made, and all
-of them at the end, for examples/decode.py; --out decodes them too.
+FOLDER is in diffusers' format. The latents of each block are written as soon as it is sampled, and
+all of them at the end, for examples/decode.py; --out decodes them too.
 """
 
 from __future__ import annotations
@@ -43,13 +43,10 @@ FILES = {
 
 
 def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Args:
-        arguments: default those of the process.
+    """Parse the command line; `arguments` default to those of the process.
 
     Raises:
-        ConfigError: it names models that are not streamed.
+        ConfigError: the family is not Wan, the only one that streams.
     """
     family, words = families.named(arguments)
     if family not in (None, "wan"):
@@ -70,7 +67,7 @@ def arguments_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_of(found: argparse.Namespace) -> StreamRun:
-    """Return the run that arguments say."""
+    """Return the run that the parsed arguments describe."""
     options = {"model.folder": found.model}
     options |= {f"sampling.{name}": getattr(found, name) for name in KEYS}
     settings = read_settings(found, lambda *_: Settings, options)
@@ -82,7 +79,7 @@ def run_of(found: argparse.Namespace) -> StreamRun:
 
 
 def main(found: argparse.Namespace) -> None:
-    """Stream what the arguments say."""
+    """Stream the run that the parsed arguments describe."""
     run = run_of(found)
     with hosts.first_speaks():
         run.run(run.settings.make_mesh())

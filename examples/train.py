@@ -34,7 +34,7 @@ from maxattn_examples.train import train
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what the arguments say; default those of the process."""
+    """Train a model; `arguments` default to those of the process."""
     family, words = families.named(arguments)
     parser = parser_of(families.help_of(__doc__ or "", family), family or "wan")
     parser.add_argument("--data", metavar="FOLDER", help="latents and texts: data.folder=FOLDER")

@@ -1,1 +1,1 @@
-"""Whole diffusion models on maxattn: models, training, samplers, sampling and comparisons."""
+"""Diffusion models on maxattn: models, training, samplers, sampling and comparisons."""

@@ -1,4 +1,4 @@
-"""Which models a command is about: a family before the file, else the file's own."""
+"""The family of models that a command runs: named before the file, or by the file itself."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ EXAMPLE = re.compile(r"(?:    # .*\n)*    python examples/\w+\.py (\w+) (?:.*\\\
 
 
 def named(arguments: Sequence[str] | None = None) -> tuple[Family | None, list[str]]:
-    """Take the family off a command line that begins with one.
+    """Split a command line into the family that it may begin with, and the rest.
 
     Args:
         arguments: default those of the process.
 
     Returns:
-        The family, None where it is left out; and the other arguments.
+        The family or None, and the other arguments.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for family in FAMILIES:
@@ -47,14 +47,13 @@ def named(arguments: Sequence[str] | None = None) -> tuple[Family | None, list[s
 
 
 def of_file(path: str, overrides: Sequence[str] = ()) -> Family:
-    """Return the family that a YAML file is for, by its section `model`.
+    """Return the family of a YAML file, by its section `model`.
 
     Args:
-        path: of the file.
         overrides: `key=value`, which may name other sizes.
 
     Raises:
-        ConfigError: it does not say.
+        ConfigError: the section names no family's sizes.
     """
     try:
         sections = yaml.safe_load(Path(path).read_text("utf-8-sig"))
@@ -74,11 +73,11 @@ def of_file(path: str, overrides: Sequence[str] = ()) -> Family:
 
 
 def help_of(description: str, family: Family | None) -> str:
-    """Return a command's help for one family: its name, and of the examples its own.
+    """Return a command's help with the name and the examples of one family only.
 
     Args:
-        description: of the command, which names all families as `ALL`.
-        family: None for all of it.
+        description: the help of the command, which writes `ALL` where a family's name goes.
+        family: None keeps all families.
     """
     if family is None:
         return description
@@ -87,7 +86,7 @@ def help_of(description: str, family: Family | None) -> str:
 
 
 def settings_class(family: Family) -> Any:
-    """Return what reads the files of a family: a class, or a choice by file and overrides."""
+    """Return the settings class of a family, or for Wan a function that chooses one."""
     if family == "flux":
         from maxattn_examples.flux.settings import Settings as Flux
 
@@ -100,7 +99,7 @@ def settings_class(family: Family) -> Any:
 
 
 def wan_settings_class(path: str, overrides: Sequence[str]) -> type:
-    """Choose the class that reads a file of Wan, or of the digits that Wan's network learns."""
+    """Choose the settings class for a file: Wan's, or that of digits, which share Wan's network."""
     from maxattn_examples.digits.settings import Settings as Clips
     from maxattn_examples.digits.settings import describes_clips
     from maxattn_examples.wan.settings import Settings as Wan
@@ -109,7 +108,7 @@ def wan_settings_class(path: str, overrides: Sequence[str]) -> type:
 
 
 def sampling_task(settings: Any) -> Callable[[Any, Path], Any]:
-    """Return what makes the sampling task of settings: a function of these and a model's folder."""
+    """Return a function that makes the sampling task from settings and a model's folder."""
     if (family := settings.sampling.family) == "flux":
         from maxattn_examples.flux.sampling import FluxSamplingTask
 
@@ -131,10 +130,9 @@ def encode(
     """Encode a batch of prompts, and a negative one, with a pipeline's encoders.
 
     Args:
-        folder: the pipeline's, whose `model_index.json` names its family.
-        prompts: of the batch.
-        negative: None is the empty prompt; of SDXL what its folder says.
-        tokens: of a prompt; SDXL's are its tokenizers'.
+        folder: a pipeline's, whose `model_index.json` names its family.
+        negative: None is the empty prompt, or for SDXL as its folder says.
+        tokens: length of a text; SDXL uses its tokenizers' instead.
         device: cpu or cuda.
     """
     kind = index_of(folder)["_class_name"]
@@ -153,7 +151,7 @@ def encode(
 
 
 def training_task(settings: Any) -> Any:
-    """Return what is trained by settings, a `maxattn_examples.train.task.Task`."""
+    """Return the training task of settings, a `maxattn_examples.train.task.Task`."""
     if (family := settings.sampling.family) == "flux":
         from maxattn_examples.flux.task import FluxTask
 

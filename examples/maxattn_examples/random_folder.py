@@ -1,4 +1,4 @@
-"""Pipelines' folders with random weights, and whether a folder is loaded and saved bit for bit."""
+"""Write pipelines' folders with random weights; check that a folder is saved back bit for bit."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ CLASSES = {"UNet2DConditionModel": UNetSizes, "FluxTransformer2DModel": FluxSize
 
 
 class Form(NamedTuple):
-    """Hold shape and dtype of a tensor."""
+    """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: Any
 
     @property
     def bytes(self) -> int:
-        """Its bytes."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -93,11 +93,11 @@ def make(
     """Write a folder in diffusers' format: sizes, random weights, the scheduler's options.
 
     Args:
-        folder: made where it is missing.
+        folder: is made if it does not exist.
         name: of the model.
         dtype: of the weights; norms and modulation tables are float32, as in diffusers.
-        shard_bytes: the largest file.
-        layers: of a Wan transformer; default all.
+        shard_bytes: the largest size of a file.
+        layers: number of a Wan transformer's layers; default all.
     """
     sizes = UNetSizes() if name == "sdxl" else {**SIZES, **FLUX_SIZES}[name]
     if layers is not None and isinstance(sizes, Sizes):
@@ -118,7 +118,7 @@ def make(
 
 
 def forms_of(model: nnx.Module) -> dict[str, Form]:
-    """Return the form of each tensor that diffusers has for a model, by its name."""
+    """Return the shape and dtype of each of diffusers' tensors for a model, by name."""
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     entries = weights.entries(model)
     return {e.name: Form(e.shape, variables[e.path].get_value().dtype) for e in entries}
@@ -127,13 +127,12 @@ def forms_of(model: nnx.Module) -> dict[str, Form]:
 def save_random(
     forms: dict[str, Form], folder: Path, shard_bytes: int, part: str = ""
 ) -> tuple[Path, ...]:
-    """Write random tensors as one file, or as several and their index, one file after the other.
+    """Write random tensors to one file, or one by one to several files with an index.
 
     Args:
-        forms: of the tensors.
-        folder: made where it is missing.
-        shard_bytes: the largest file.
-        part: of the pipeline; the second transformer has other numbers than the first.
+        folder: is made if it does not exist.
+        shard_bytes: the largest size of a file.
+        part: of the pipeline; the second transformer gets other numbers than the first.
     """
     seed = f"{part}." if part == SECOND else ""
     from safetensors.numpy import save_file
@@ -156,7 +155,7 @@ def save_random(
 
 
 def shards_of(forms: dict[str, Form], shard_bytes: int) -> Iterator[list[str]]:
-    """Group tensors, in their order, into files of at most so many bytes."""
+    """Group tensors, in their order, into files of at most `shard_bytes`."""
     names: list[str] = []
     held = 0
     for name, form in forms.items():
@@ -169,14 +168,14 @@ def shards_of(forms: dict[str, Form], shard_bytes: int) -> Iterator[list[str]]:
 
 
 def random(name: str, form: Form) -> np.ndarray:
-    """Draw a tensor; its name is the seed. Scales of norms are near one."""
+    """Draw a tensor, seeded by its name; scales of norms are near one."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     drawn = generator.standard_normal(form.shape, np.float32) * np.float32(SPREAD)
     return (drawn + 1 if "norm" in name and name.endswith("weight") else drawn).astype(form.dtype)
 
 
 def shapes_of(sizes: Any, dtype: Any) -> Any:
-    """Build a model without arrays."""
+    """Build a model that has shapes but no arrays."""
     how: dict[str, Any] = {"dtype": jnp.dtype(dtype), "param_dtype": jnp.dtype(dtype)}
     kind: Any = next(kind for of, kind in KINDS.items() if isinstance(sizes, of))
     return nnx.eval_shape(lambda: kind(sizes, rngs=nnx.Rngs(0), **how))
@@ -186,8 +185,8 @@ def check(folder: Path, save: Path, dtype: str, shard_bytes: int) -> dict[str, A
     """Load a folder, save it back, and compare every tensor.
 
     Returns:
-        What was seen: tensors, those that differ, bytes, seconds, and the host's memory above what
-        it was before.
+        Counts of tensors and of those that differ, bytes, seconds, and the peak of the host's
+        memory above the start.
     """
     config = read_mapping(folder / "config.json")
     kind: Any = CLASSES.get(config.get("_class_name", ""), Sizes)
@@ -216,7 +215,7 @@ def check(folder: Path, save: Path, dtype: str, shard_bytes: int) -> dict[str, A
 
 
 def different(one: Path, other: Path) -> list[str]:
-    """List the tensors of two folders that are not the same bits under the same names."""
+    """List the tensors whose bits differ between two folders, or that only one has."""
     a, b = weights.SafeTensors(one), weights.SafeTensors(other)
     both = [name for name in a if name in b]
     unequal = [name for name in both if not same_bits(a[name][()], b[name][()])]
@@ -230,7 +229,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 @contextmanager
 def host_memory() -> Iterator[dict[str, int]]:
-    """Watch this process's memory, without pages of files: its peak above the start, in bytes."""
+    """Measure the peak of this process's memory above the start, without pages of files."""
     seen, done = {"peak": 0}, threading.Event()
     first = own_bytes()
 
@@ -248,7 +247,7 @@ def host_memory() -> Iterator[dict[str, int]]:
 
 
 def own_bytes() -> int:
-    """Read how much memory this process holds that is no page of a file."""
+    """Return how many bytes of memory this process holds, without pages of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     line = next(line for line in lines if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024

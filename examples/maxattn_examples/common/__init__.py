@@ -16,7 +16,7 @@ OF_EXTRA = {
 
 
 def say_what_is_missing() -> None:
-    """Let a program that ends for a missing package say how to install it."""
+    """Make a program that ends because a package is missing print how to install it."""
     others = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -29,7 +29,7 @@ def say_what_is_missing() -> None:
 
 
 def missing(error: BaseException) -> str:
-    """Return what to say of an error, nothing unless a package of the examples is missing."""
+    """Return how to install the package that an error misses; empty for other errors."""
     name = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     package = name.partition(".")[0]
     for extra, packages in OF_EXTRA.items():

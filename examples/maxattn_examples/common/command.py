@@ -1,4 +1,4 @@
-"""Shared by the commands: reading settings, joining processes, and errors of a user's making."""
+"""Shared by the commands: reading settings, joining processes, and printing a user's errors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CONFIGS: Mapping[Family, str] = {
 
 
 def parser_of(description: str | None, family: Family = "wan") -> argparse.ArgumentParser:
-    """Make the arguments of every command: a file, overrides, the model's folder, processes.
+    """Make the options that all commands have: a file, overrides, the model's folder, processes.
 
     Args:
-        family: whose files are named as examples.
+        family: the family whose config files the help names.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
@@ -61,11 +61,11 @@ def read_settings(
     options: Mapping[str, Any],
     changes: Sequence[str] = (),
 ) -> Any:
-    """Read the settings that arguments say, and join the processes of the run.
+    """Read the settings from a file, overrides and options; join the processes of the run.
 
     Args:
-        options: values of keys that have an option of their own; None was not given.
-        changes: overrides that come after all of them.
+        options: values of keys that have an option of their own, None if it was not given.
+        changes: overrides that take precedence over all of them.
     """
     given = {key: value for key, value in options.items() if value is not None}
     texts = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
@@ -79,9 +79,9 @@ def read_settings(
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Print the library's warnings; end on a user's mistake, or Ctrl-C, with a message alone.
+    """Print warnings; on a user's mistake or Ctrl-C, exit with a message and no traceback.
 
-    What a terminal would obey in a file's name, or in its text, is printed escaped.
+    Control characters in file names and texts are printed escaped.
     """
     try:
         with escaped_output():

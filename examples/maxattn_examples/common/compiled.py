@@ -1,7 +1,7 @@
-"""What a compiled program takes: a model as a tuple of arrays, and XLA's options.
+"""Arguments of compiled programs: a model as a tuple of arrays; and XLA's options.
 
-jax takes a tuple apart in C++. The states of nnx it takes apart in Python: of a model with a
-thousand arrays that is milliseconds before every call, in which a GPU may have nothing to do.
+jax flattens a tuple in C++, but an nnx state in Python: for a thousand arrays that takes
+milliseconds before every call, in which a GPU may be idle.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Leaves = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class Structure:
-    """All of a model but its arrays; models of equal structures share compiled programs."""
+    """A model without its arrays; models of equal structures share compiled programs."""
 
     graph: nnx.GraphDef[Any]
     tree: Any
 
     def merge(self, leaves: Sequence[Any]) -> Any:
-        """Return a model of these arrays, which are in the order of `split`."""
+        """Return the model with these arrays, in the order that `split` returns."""
         return nnx.merge(self.graph, self.tree.unflatten(leaves))
 
 
 def split(model: nnx.Module) -> tuple[Structure, Leaves]:
-    """Return a model's structure and its arrays, or their shapes where it has no more."""
+    """Return a model's structure and its arrays, or their shapes if it is abstract."""
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     return Structure(graph, tree), tuple(leaves)
@@ -44,7 +44,7 @@ FOR_SAMPLING = {"gpu": {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_tr
 
 
 def sampling_options(words: Iterable[str], setting: str = "--option") -> dict[str, Any]:
-    """Read XLA's options for a program that samples: the user's, after those that help it here.
+    """Return XLA's options for sampling: defaults for this platform, which the user's override.
 
     Raises:
         ConfigError: as `xla_options` does.

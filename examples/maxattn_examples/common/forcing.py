@@ -1,12 +1,12 @@
-"""The context of a video model's tokens: all of each other, the blocks of a stream, or a cache.
+"""Which keys a video model's queries attend to: all frames, blocks of a stream, or a cache.
 
-A model calls `view_of` and knows nothing of training or sampling:
+A model calls `view_of` with what its caller passed:
 
-    nothing given        every token sees every other
-    cache=               the block that the cache is at, and all that the cache keeps
-    forcing=             diffusion forcing: frames of any noise, under `stream.mask`
+    no argument          every token attends to every other
+    cache=               a block attends to itself and to the cache
+    forcing=             diffusion forcing: frames with times of their own, under `stream.mask`
     forcing= with clean  teacher forcing: a clean clip and the same clip noisy, in one sequence
-    both                 a noisy clip under the mask of teacher forcing, its clean one in the cache
+    cache= and forcing=  a noisy clip under the mask of teacher forcing, its clean one in the cache
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from maxattn.sharding import mesh_shape, ways
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Forcing:
-    """Forcing: frames of a clip have times of their own, and see each other by a stream.
+    """Frames with times of their own, masked by a stream.
 
     Args:
-        stream: blocks, window and sink.
-        clean: the clip without noise, or with the little that context has; default None, for
-            diffusion forcing.
-        t_clean: its times [B, F], 0 or those of its noise; default 0.
+        clean: for teacher forcing, the clip without noise or with the context's little noise;
+            default None, for diffusion forcing.
+        t_clean: times of `clean` [B, F]; default 0.
     """
 
     stream: ma.Stream = field(metadata={"static": True})
@@ -43,14 +42,14 @@ class Forcing:
 
 
 class View(NamedTuple):
-    """The context of the tokens of a call.
+    """The keys that the tokens of a call attend to.
 
     Args:
-        rotary: positions of the tokens, or of a cache's window where it keeps keys by slots.
-        mask: None for everything.
-        cache: that is written or read; None without.
-        paired: the stream by which a clean clip stands before the noisy one; None without.
-        shards: devices that both clips are dealt to.
+        rotary: for the tokens; for a cache that stores keys by slots, for its whole window.
+        mask: None for full attention.
+        cache: the cache to read or write, or None.
+        paired: the stream whose mask orders a clean clip before the noisy one, or None.
+        shards: number of devices that both clips are split over.
     """
 
     rotary: ma.Rotary
@@ -60,16 +59,16 @@ class View(NamedTuple):
     shards: int = 1
 
     def pair(self, clean: Any, noisy: Any) -> Any:
-        """Order tokens or times of both clips as the mask counts them, along axis 1."""
+        """Concatenate tokens or times of both clips along axis 1, in the order of the mask."""
         return noisy if self.paired is None else self.paired.pair(clean, noisy, self.shards)
 
     def noisy(self, both: Any) -> Any:
-        """Take the noisy half of tokens or times."""
+        """Return the tokens or times of the noisy clip."""
         return both if self.paired is None else self.paired.unpair(both, self.shards)[1]
 
     @property
     def writes(self) -> bool:
-        """Whether layers change the cache, which is their carry then."""
+        """Whether layers change the cache, so that a scan must carry it."""
         return self.cache is not None and self.cache.is_written
 
 
@@ -81,12 +80,11 @@ def view_of(
     mesh: Any = None,
     positions: Any = None,
 ) -> View:
-    """Return the context of the tokens of a call.
+    """Return the keys that the tokens of a call attend to.
 
     Args:
-        rope: makes the table of so many frames, or of frames with these numbers.
-        positions: numbers of the frames, [F] or [B, F]; default those from `cache.frame` on, or
-            from 0 on.
+        rope: makes a rotary table from a number of frames, or from frame numbers.
+        positions: frame numbers, [F] or [B, F]; default from `cache.frame`, or from 0.
     """
     if forcing is None:
         return _by_cache(frames, rope, cache, positions)
@@ -106,9 +104,9 @@ def view_of(
 
 
 def _shards(stream: ma.Stream, frames: int, mesh: Any) -> int:
-    """Deal both clips to the devices of context where blocks divide over them.
+    """Return over how many devices to interleave both clips; 1 if blocks do not divide evenly.
 
-    Else one clip stands behind the other: the same numbers, and less even work.
+    With 1 the clips are concatenated: the results are equal, and the devices' work is less even.
     """
     count = ways("T", mesh_shape(mesh))
     whole = frames % (count * stream.frames_per_block) == 0 and not stream.first_frame_alone
@@ -136,13 +134,13 @@ def check_call(
     forcing: Forcing | None,
     layers: int,
 ) -> None:
-    """Refuse times, clips and caches that do not go together.
+    """Refuse times, clips and caches that do not fit together.
 
     Args:
         grid: frames, rows and columns of tokens.
 
     Raises:
-        InputError: naming what does not fit.
+        InputError: it names the argument that does not fit.
     """
     if cache is None and forcing is None:
         return
@@ -164,7 +162,7 @@ def _check_type(name: str, value: Any, kind: type, rule: str) -> None:
 
 
 def _check_layers(cache: ma.KVCache, layers: int) -> None:
-    """Refuse a cache of another depth: in a scan the last layers would share keys and values."""
+    """Refuse a cache of another depth: a scan would share keys between the last layers."""
     if (found := cache.shape[0]) != layers:
         rule = f"each of the model's {layers} layers has keys and values of its own"
         raise InputError("cache", f"{found} layers", rule, f"make the cache with layers={layers}")

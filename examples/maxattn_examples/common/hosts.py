@@ -1,6 +1,6 @@
-"""Many processes as one: joining them, the rows of a batch that one loads, and who prints.
+"""Runs of many processes: joining them, the batch rows that each loads, and which one prints.
 
-Each process runs the same program over the same mesh; `jax.distributed` holds what they share.
+Each process runs the same program over the same mesh; `jax.distributed` connects them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALL_THREE = (
 def join(
     coordinator: str | None, num_processes: int | None, process_id: int | None, detect: bool = False
 ) -> None:
-    """Join the processes of a run, before anything asks for a device; alone or joined, do nothing.
+    """Join the processes of a run, before jax uses a device; do nothing if joined or alone.
 
     Args:
         coordinator: host:port of process 0.
@@ -70,7 +70,7 @@ def is_first() -> bool:
 
 @contextmanager
 def first_speaks() -> Iterator[None]:
-    """Silence what every process but the first prints; all print errors, on standard error."""
+    """Silence standard output of all processes but the first; errors of all are printed."""
     if is_first():
         yield
         return
@@ -79,16 +79,16 @@ def first_speaks() -> Iterator[None]:
 
 
 def wait(where: str) -> None:
-    """Wait until every process is here."""
+    """Wait until every process has called this."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(where)
 
 
 def rows_here(batch_size: int, mesh: jax.sharding.Mesh | None) -> Rows:
-    """List the rows of a batch that this process' devices hold; others may hold them as well.
+    """List the batch rows that this process' devices hold; other processes may hold them too.
 
     Args:
-        mesh: its axes data and fsdp split them; None keeps all here.
+        mesh: axes data and fsdp split the batch; None keeps all rows here.
     """
     if mesh is None:
         return np.arange(batch_size)
@@ -100,10 +100,10 @@ def rows_here(batch_size: int, mesh: jax.sharding.Mesh | None) -> Rows:
 def on_devices(
     local: np.ndarray, rows: Rows, batch_size: int, mesh: jax.sharding.Mesh | None
 ) -> Array:
-    """Put a batch on the devices, its first axis over data and fsdp.
+    """Put a batch on the devices, its first axis split over data and fsdp.
 
     Args:
-        local: the rows that `rows_here` names, in that order.
+        local: the batch rows that `rows_here` lists, in that order.
         mesh: None puts them on this process' device.
     """
     if mesh is None:
@@ -117,27 +117,27 @@ def on_devices(
 
 
 def everywhere(array: np.ndarray, mesh: jax.sharding.Mesh | None) -> Array:
-    """Put a whole array on every device of a mesh; None keeps it on this process' device."""
+    """Replicate an array on every device of a mesh; None: on this process' device."""
     if mesh is None:
         return jax.numpy.asarray(array)
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
 def whole(array: Array) -> np.ndarray:
-    """Gather an array that is spread over processes on each of them."""
+    """Return the whole of an array that is split over processes, on each process."""
     if jax.process_count() == 1:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def alone(what: str) -> None:
-    """Refuse to run as one of several processes.
+    """Refuse a run of several processes.
 
     Args:
-        what: needs all of a run's arrays in one process.
+        what: the part of the program that needs whole arrays, for the message.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: there are several processes.
     """
     if (count := jax.process_count()) > 1:
         rule = f"{what} reads whole arrays, which one process has alone"
@@ -146,6 +146,6 @@ def alone(what: str) -> None:
 
 
 def name() -> str:
-    """Return this process's number for its errors; empty if it is the only one."""
+    """Return this process's number, to begin its errors with; empty if it is the only one."""
     joined = jax.distributed.is_initialized()
     return f"process {jax.process_index()} of {jax.process_count()}: " if joined else ""

@@ -14,11 +14,11 @@ from maxattn import sharding
 
 
 class FeedForward(nnx.Module):
-    """Two layers with a gelu between; their kernels name mesh axes as attention's do.
+    """Two layers with a gelu between; their parameters name mesh axes as attention's do.
 
     Args:
-        dim, inner, out: widths; `out` defaults to `dim`.
-        approximate: the tanh form of gelu.
+        out: default `dim`.
+        approximate: use the tanh form of gelu.
     """
 
     diffusers_names: ClassVar[dict[str, str]] = {"up": "net.0.proj", "down": "net.2"}
@@ -46,10 +46,10 @@ class FeedForward(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Two layers with an activation between, as for times and texts.
+    """Two layers with an activation between, for times or texts.
 
     Args:
-        gelu: the tanh gelu between, as for texts; else silu, as for times.
+        gelu: the activation is tanh gelu, for texts; else silu, for times.
     """
 
     def __init__(self, width: int, dim: int, gelu: bool, *, rngs: nnx.Rngs, **how: Any) -> None:
@@ -64,10 +64,10 @@ class Embedding(nnx.Module):
 
 
 def norm32(dim: int, eps: float, learned: bool, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Make a layer norm that computes in float32 whatever comes in.
+    """Make a layer norm that computes in float32 for inputs of any dtype.
 
     Args:
-        learned: whether it has a scale and a bias; elsewhere the modulation after it has them.
+        learned: whether it has a scale and a bias; if not, modulation applies them.
     """
     how: dict[str, Any] = {"use_bias": learned, "use_scale": learned, "use_fast_variance": False}
     return nnx.LayerNorm(dim, epsilon=eps, dtype=jnp.float32, rngs=rngs, **how)
@@ -76,10 +76,9 @@ def norm32(dim: int, eps: float, learned: bool, rngs: nnx.Rngs) -> nnx.LayerNorm
 def project_parts(
     linear: nnx.Linear, parts: Sequence[Float[Array, "B T C"]]
 ) -> Float[Array, "B T D"]:
-    """Multiply concatenate(parts) by a kernel and write no such array: a product for each part.
+    """Compute concatenate(parts) @ kernel without the concatenated array.
 
-    The bias is left out: before it, XLA for GPUs reads each part's rows of the kernel where they
-    lie.
+    The bias is not added: with it, XLA for GPUs copies each part's rows of the kernel.
 
     Args:
         parts: with the channels of the linear layer's input, in order.
@@ -96,7 +95,7 @@ def project_parts(
 def sinusoids(
     t: Float[Array, "..."], dim: int, max_period: float = 1e4
 ) -> Float[Array, "... {dim}"]:
-    """Write times as cosines, then sines, of geometrically spaced frequencies.
+    """Embed times as cosines, then sines, of geometrically spaced frequencies.
 
     Args:
         t: times 0 to 1000, or pixels.
@@ -112,5 +111,5 @@ def sinusoids(
 
 
 def on_mesh(*axes: str | None) -> dict[str, Any]:
-    """Name the mesh axes of a parameter, without asking for a mesh when it is made."""
+    """Name the mesh axes of a parameter; none need exist when the parameter is made."""
     return sharding.on_axes(*axes)

@@ -1,4 +1,4 @@
-"""What the `config.json` beside a model's weights says: its kind, its sizes, and its blocks."""
+"""Read and check the `config.json` of a model: its class, its sizes, its blocks of frames."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def read_config(
     """Read the settings of a model.
 
     Args:
-        only: settings that all models of the family share; a file may leave out those that are
-            diffusers' defaults.
-        needs: which of `only` are no defaults.
+        only: values that all supported models of the family have; a file may leave out
+            those that are diffusers' defaults.
+        needs: the keys of `only` whose values are not diffusers' defaults.
 
     Raises:
-        ConfigError: there is no such folder.
-        WeightsError: there is no such file, or it describes another kind of model.
+        ConfigError: the folder does not exist.
+        WeightsError: the file does not exist, or it describes another kind of model.
     """
     for problem in absent(folder, repository=REPOSITORIES[family]):
         raise problem
@@ -59,7 +59,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _no_file(path: Path, family: Family) -> WeightsError:
-    """Return the error of a folder without sizes; it names the pipeline if there is another."""
+    """Return the error for a folder without `config.json`, which may be a pipeline's."""
     problem = class_error(path.parent, family)
     if problem is not None:
         return WeightsError(problem.setting, problem.value, problem.rule, problem.remedy)
@@ -76,10 +76,10 @@ def checked(kind: Callable[..., Sizes], config: Mapping[str, Any], usual: Any) -
     """Make sizes from the values of a file.
 
     Args:
-        usual: values of what the file may leave out, by name.
+        usual: defaults of the keys that a file may leave out.
 
     Raises:
-        WeightsError: a size is not there or of another type, or sizes do not fit each other.
+        WeightsError: a size is missing or of another type, or sizes do not fit each other.
     """
     types, values = get_type_hints(kind), {}
     for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
@@ -95,7 +95,7 @@ def checked(kind: Callable[..., Sizes], config: Mapping[str, Any], usual: Any) -
 
 
 def size_of(config: Mapping[str, Any], key: str, wanted: Any, usual: Any) -> Any:
-    """Return one size of a file, or the usual one.
+    """Return one size of a file, or its default.
 
     Raises:
         WeightsError: it is of another type.
@@ -144,10 +144,10 @@ KEY = "frames_per_block"
 
 
 def frames_per_block(folder: Path) -> int | None:
-    """Read how many frames a model was trained to make together; None where nothing says it.
+    """Read how many frames a block of the model has; None if no file gives a number.
 
     Raises:
-        WeightsError: what the file says is no number of frames.
+        WeightsError: the value is not a number of frames.
     """
     path = folder / "config.json"
     config = read_mapping(path) if path.is_file() else {}
@@ -155,17 +155,17 @@ def frames_per_block(folder: Path) -> int | None:
 
 
 def saying(config: Mapping[str, Any], frames: int | None) -> dict[str, Any]:
-    """Return a model's `config.json` that says how many frames it makes together.
+    """Return the values of a model's `config.json` with its number of frames per block.
 
     Args:
-        frames: of a block; None for a model whose frames all see each other.
+        frames: None for a model in which every frame attends to all others.
     """
     rest = {key: value for key, value in config.items() if key != KEY}
     return rest if frames is None else rest | {KEY: frames}
 
 
 def block_errors(setting: str, folder: Path, wanted: int) -> Iterator[ConfigError]:
-    """Yield that a model was trained with blocks of another length, or without any."""
+    """Yield an error if a model was trained with blocks of another length, or without blocks."""
     found = frames_per_block(folder)
     if found is not None and found != wanted:
         rule = f"the model in {folder} was trained with blocks of {found} frames"
@@ -180,7 +180,7 @@ def block_errors(setting: str, folder: Path, wanted: int) -> Iterator[ConfigErro
 
 
 def whole_errors(setting: str, folder: Path) -> Iterator[ConfigError]:
-    """Yield that a model was trained block by block, where all frames are to be made at once."""
+    """Yield an error if a model was trained block by block, but is to sample all frames at once."""
     if (found := frames_per_block(folder)) is not None:
         rule = (
             f"all frames are made at once, each seeing all others, and this model was trained with"
@@ -190,7 +190,7 @@ def whole_errors(setting: str, folder: Path) -> Iterator[ConfigError]:
 
 
 def block_note(path: Path) -> str | None:
-    """Warn that weights may be of a model that was not trained block by block."""
+    """Return a warning if it is unknown whether weights were trained block by block."""
     if (path / "config.json").is_file():
         return None
     return (

@@ -1,4 +1,4 @@
-"""Draws the loss curve, videos that move (GIF), and videos laid out frame by frame (PNG)."""
+"""Pictures of a loss curve, and of videos: as a GIF, or frame by frame as a PNG."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _draw_losses(axes: Any, losses: Sequence[float]) -> None:
 def contact_sheet(
     videos: Videos, prompts: Sequence[str], path: Path, marked: Collection[str] = (), scale: int = 4
 ) -> Path:
-    """Lay videos out frame by frame, each below its prompt.
+    """Lay out videos frame by frame, each below its prompt.
 
     Args:
         videos: ink from 0 to 16.
@@ -73,10 +73,10 @@ def moving(
     scale: int = 8,
     then: tuple[int, Sequence[str]] | None = None,
 ) -> Path:
-    """Write a GIF in which all videos move at once; `contact_sheet` names the other arguments.
+    """Write a GIF in which all videos play at once; other arguments as for `contact_sheet`.
 
     Args:
-        then: a frame and the prompts from there on, written in red.
+        then: a frame number and the prompts from that frame on, written in red.
     """
     framed = np.stack([np.stack(list(_framed(video, scale))) for video in videos])
     cut, others = then or (framed.shape[1], prompts)
@@ -100,7 +100,7 @@ def _framed(video: Float[np.ndarray, "F H W"], scale: int) -> Iterable[UInt8[np.
 
 
 def _width(labels: Sequence[str]) -> int:
-    """Return how many pixels the longest label takes."""
+    """Return the width of the longest label in pixels."""
     font = ImageFont.load_default(size=TEXT)
     return max(math.ceil(font.getlength(label)) for label in labels)
 
@@ -112,7 +112,7 @@ def _sheet(
     least: int = 0,
     words: tuple[int, int, int] = WORDS,
 ) -> Image.Image:
-    """Lay cells of at least so many pixels out in rows, each below its label."""
+    """Lay out cells in a grid, each below its label; cells are at least `least` pixels wide."""
     count, high, wide, _ = cells.shape
     columns = 4 if count % 4 == 0 else min(count, 5)
     labels = [f"{prompt} *" if prompt in marked else prompt for prompt in prompts]
@@ -143,11 +143,11 @@ def from_model(video: Float[np.ndarray, "... 1"]) -> Float[np.ndarray, "..."]:
 
 
 def to_latents(frames: Float[np.ndarray, "F H W"], side: int) -> Float[np.ndarray, "C F h w"]:
-    """Take the pixels of each square for channels; a square has `side` pixels along a side."""
+    """Turn the pixels of each square into channels; `side` is the side of a square in pixels."""
     return rearrange(frames, "F (h y) (w x) -> (y x) F h w", y=side, x=side)
 
 
 def from_latents(latents: Float[np.ndarray, "C F h w"]) -> Float[np.ndarray, "F H W"]:
-    """Undo `to_latents`, to ink from 0 to 16."""
+    """Undo `to_latents`, and return ink from 0 to 16."""
     side = round(len(latents) ** 0.5)
     return from_model(rearrange(latents, "(y x) F h w -> F (h y) (w x) 1", y=side, x=side))

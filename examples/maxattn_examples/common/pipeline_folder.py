@@ -1,4 +1,4 @@
-"""A pipeline's folder in diffusers' format: its parts, its JSON files, and what can be sampled."""
+"""A pipeline's folder in diffusers' format: its parts, its JSON files, and which are supported."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ EXPANDS = "expand_timesteps"
 def absent(
     folder: str | Path, setting: str = "model.folder", repository: str = "REPOSITORY"
 ) -> Iterator[ConfigError]:
-    """Yield an error where there is no such folder.
+    """Yield an error if a folder does not exist.
 
     Args:
-        folder: of a pipeline, or of a model.
-        repository: where the model can be had; default anyone's.
+        folder: a pipeline's, or a model's.
+        repository: the Hugging Face repository to name in the message.
     """
     if Path(folder).is_dir():
         return
     made = f"`hf download {repository} --local-dir FOLDER` makes one"
-    rule = "it names a folder, and there is none; nothing is downloaded"
+    rule = "the folder does not exist, and nothing is downloaded"
     remedy = f"give a local copy of a Hugging Face repository in diffusers' format; {made}"
     yield ConfigError(setting, folder, rule, remedy)
 
 
 def part_of(folder: str | Path, part: str) -> Path:
-    """Return a part's folder in a pipeline's, or the folder itself where it is the part's own."""
+    """Return the folder of a part: a subfolder, or `folder` itself if there is none."""
     inside = Path(folder) / part
     return inside if inside.is_dir() else Path(folder)
 
 
 def part_error(folder: str | Path, part: str) -> ConfigError | None:
-    """Return that a pipeline's folder lacks a part that its `model_index.json` speaks of."""
+    """Return an error if a pipeline's folder lacks a part that its `model_index.json` lists."""
     folder = Path(folder)
     if part not in index_of(folder) or (folder / part).is_dir():
         return None
@@ -62,24 +62,24 @@ def part_error(folder: str | Path, part: str) -> ConfigError | None:
 
 
 def config_of(folder: Path, part: str) -> dict[str, Any]:
-    """Read the `config.json` of a part; empty where there is none."""
+    """Read the `config.json` of a part; empty if it does not exist."""
     return _json(folder / part / "config.json")
 
 
 def index_of(folder: Path) -> dict[str, Any]:
-    """Read `model_index.json`; empty where there is none."""
+    """Read `model_index.json`; empty if it does not exist."""
     return _json(folder / "model_index.json")
 
 
 def continues_images(index: Mapping[str, Any]) -> bool:
-    """Check by `model_index.json` whether the first frame of a video can be an image."""
+    """Check in `model_index.json` whether the first frame of a video can be an image."""
     return bool(index.get(EXPANDS))
 
 
 def boundary_of(folder: Path) -> float | None:
-    """Return above which share of the times the first of two transformers takes the steps.
+    """Return the share of the times above which the first of two transformers computes.
 
-    None where the pipeline has one transformer, and where no `model_index.json` says anything.
+    None if the pipeline has one transformer, or if there is no `model_index.json`.
     """
     return index_of(folder).get("boundary_ratio")
 
@@ -89,12 +89,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def lacking(folder: Path, parts: tuple[str, ...]) -> list[str]:
-    """List the parts that are not there."""
+    """List the parts whose folders are missing."""
     return [part for part in parts if not (folder / part).is_dir()]
 
 
 def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
-    """Yield what makes a pipeline one that the examples cannot sample."""
+    """Yield an error for each reason why the examples cannot sample a pipeline."""
     if (problem := class_error(folder, family)) is not None:
         yield problem
         return
@@ -115,22 +115,22 @@ def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
 
 
 def check_pipeline(folder: str | None, family: Family) -> None:
-    """Refuse a pipeline that the examples cannot run, before the sizes of its model are read.
+    """Refuse an unsupported pipeline, before the sizes of its model are read.
 
     Args:
-        folder: a pipeline's, or a model's alone; None for random weights.
+        folder: a pipeline's, or a model's; None for random weights.
 
     Raises:
-        ConfigErrors: with all that `pipeline_errors` yields.
+        ConfigErrors: all errors of `pipeline_errors`.
     """
     if folder is not None and (problems := list(pipeline_errors(Path(folder), family))):
         raise ConfigErrors(problems)
 
 
 def boundary_error(folder: Path) -> ConfigError | None:
-    """Return that no `model_index.json` says which of two transformers takes which steps.
+    """Return an error if a folder has two transformers, but no boundary between them.
 
-    None where there is one transformer, and where the file speaks of the second.
+    None for one transformer, and if `model_index.json` lists the second.
     """
     if not (folder / SECOND).is_dir() or SECOND in index_of(folder):
         return None
@@ -141,7 +141,7 @@ def boundary_error(folder: Path) -> ConfigError | None:
 
 
 def class_error(folder: Path, family: Family) -> ConfigError | None:
-    """Return why a pipeline is no model of a family; None where it is, and where nothing says."""
+    """Return an error if `model_index.json` names the class of another family; else None."""
     kind, known = index_of(folder).get("_class_name"), PIPELINES[family]
     if kind is None or kind in known:
         return None
@@ -153,7 +153,7 @@ def class_error(folder: Path, family: Family) -> ConfigError | None:
 
 
 def commands(family: str) -> str:
-    """Name the commands that draw and train the models of a family."""
+    """Name the commands that sample and train the models of a family."""
     return f"commands of its own, examples/generate.py {family} and train.py {family}"
 
 
@@ -170,10 +170,10 @@ MOST_BYTES = 2**24  # settings have some thousand
 
 
 def read_mapping(path: Path, setting: str = "model.folder") -> dict[str, Any]:
-    """Read a JSON file that holds settings by name.
+    """Read a JSON file whose content is a mapping.
 
     Raises:
-        ConfigError: it cannot be read, or is no JSON, or holds something else.
+        ConfigError: it cannot be read, is not JSON, or is not a mapping.
     """
     try:
         with path.open("rb") as file:
@@ -189,7 +189,7 @@ def read_mapping(path: Path, setting: str = "model.folder") -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file, whose folder is made where it is missing."""
+    """Write a JSON file; make its folder if it does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         beside.write_text(json.dumps(values, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Tokens and a layer's branch: the next norm adds it, in one pass over memory."""
+"""Tokens and a layer's output that the next norm adds to them, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ Tokens = Float[Array, "B T D"]
 
 
 class Residual(NamedTuple):
-    """Tokens, and a branch that is not yet added to them.
-
-    Args:
-        x: tokens.
-        branch: what is to be added; default nothing.
-    """
+    """Tokens, and a layer's output that is not yet added to them."""
 
     x: Tokens
     branch: GatedBranch | None = None
 
     @property
     def total(self) -> Tokens:
-        """Return the sum."""
+        """Return the tokens with the branch added."""
         return self.x if self.branch is None else gated_sum(self.x, self.branch)
 
     def normed(
@@ -39,34 +34,33 @@ class Residual(NamedTuple):
         shift: ModulationRow | None = None,
         mesh: Any = None,
     ) -> tuple[Tokens, Tokens]:
-        """Return the sum, and the sum after a norm; arguments as for `adaptive_norm`."""
+        """Return the total, and the total after a norm; arguments as for `adaptive_norm`."""
         return adaptive_norm(self.x, norm, scale, shift, branch=self.branch, mesh=mesh)
 
 
 def residual(x: Tokens | Residual) -> Residual:
-    """Return tokens with nothing to add; a residual as it is."""
+    """Wrap tokens in a `Residual` without a branch; return a `Residual` unchanged."""
     return x if isinstance(x, Residual) else Residual(x)
 
 
 def left_open(layers: Any, config: ma.AttentionConfig | None) -> bool:
-    """Check whether layers pass their branch on: if each is compiled on its own.
+    """Check whether layers return a branch that is not added: if each is compiled alone.
 
-    A backward that computes a layer again would keep both, tokens and branch.
+    If the backward recomputes a layer, both tokens and branch would be saved for it.
 
     Args:
         layers: from `make_layers`.
-        config: attention's settings.
     """
     recomputes = config is not None and config.remat_policy != "NONE"
     return not are_stacked(layers) and not recomputes
 
 
 def rows_of(table: Float[Array, "#B #F R D"], base: Any = None) -> Iterator[ModulationRow]:
-    """Yield the rows of a modulation, in order.
+    """Yield the rows of a modulation table, in order.
 
     Args:
-        table: what times say.
-        base: what a block learned, [1, R, D]; default none.
+        table: computed from the times.
+        base: the block's learned table, [1, R, D], which is added; default none.
     """
     learned = None if base is None else jnp.asarray(base)[:, None]
     return (ModulationRow(table, row, learned) for row in range(table.shape[2]))

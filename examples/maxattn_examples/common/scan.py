@@ -1,8 +1,7 @@
-"""Layers of a model that follow one another: scanned, or each on its own.
+"""The layers of a model: scanned over stacked parameters, or a list.
 
-Scanned layers are stacked along an axis: they compile once, however many there are, and each reads
-its weights as a slice. A list of layers compiles each of them, and no weight is a slice: a GPU
-copies none before it multiplies.
+Scanned layers compile once, however many there are, and each reads a slice of the stacked weights.
+A list compiles every layer, but needs no slices, which a GPU would copy before each matmul.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ Layer = TypeVar("Layer", bound=nnx.Module)
 def make_layers(
     make: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs, scan: bool = True
 ) -> Any:
-    """Make layers, whose initial parameters are the same either way.
+    """Make layers; their initial parameters do not depend on `scan`.
 
     Args:
-        make: of one layer, its source of parameters.
-        count: how many.
-        rngs: source of the initial parameters.
+        make: makes one layer from its random keys.
         scan: True: one module, whose parameters have a leading axis of layers. False: a list.
     """
     keys = jax.random.split(rngs.params(), count)
@@ -39,10 +36,10 @@ def make_layers(
 
 
 def scan_here(said: bool | None) -> bool:
-    """Check whether sampling scans layers: unless it runs on a GPU, or a setting decides.
+    """Decide whether sampling scans layers; by default not on GPUs.
 
     Args:
-        said: `model.scan_layers`.
+        said: `model.scan_layers`, which takes precedence unless it is None.
     """
     return ma.Target.here().platform != "gpu" if said is None else said
 
@@ -51,7 +48,7 @@ def map_layers(run: Callable[[Any], Any], layers: Any) -> Any:
     """Call a function on each layer.
 
     Returns:
-        Its results: with a leading axis of layers where they are scanned, else a tuple of them.
+        The results, stacked along a leading axis if layers are scanned, else a tuple.
     """
     if not are_stacked(layers):
         return tuple(run(layer) for layer in layers)
@@ -60,7 +57,7 @@ def map_layers(run: Callable[[Any], Any], layers: Any) -> Any:
 
 
 def recomputed(run: Callable[..., Any], layer: nnx.Module, *arrays: Any) -> Any:
-    """Call `run(layer, *arrays)`, of which the backward keeps only what goes in."""
+    """Call `run(layer, *arrays)`; save only its inputs, and recompute the rest in the backward."""
     graph, state = nnx.split(layer)
 
     @jax.checkpoint

@@ -26,7 +26,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class SizedModel(Section):
-    """A model, by its folder or its sizes, and its dtypes.
+    """A model, given by its folder or its sizes, and its dtypes.
 
     A subclass adds fields with the names of sizes, each None unless it changes that size.
     """
@@ -54,28 +54,28 @@ class SizedModel(Section):
 
     @property
     def changed_sizes(self) -> dict[str, Any]:
-        """The sizes that are changed here."""
+        """The sizes that the settings change."""
         return {key: value for key in self.own() if (value := getattr(self, key)) is not None}
 
     @property
     def asked(self) -> Any:
-        """The sizes that are asked for here; None where only the folder says them."""
+        """The sizes that the settings give; None if only the folder gives them."""
         if self.folder is not None and not self.changed_sizes:
             return None
         return replace(self.usual, **self.changed_sizes)
 
     @property
     def repository(self) -> str | None:
-        """Where the folder of the model can be had; None where the family's own is meant."""
+        """The Hugging Face repository of the model; None for the family's usual one."""
         return None
 
     def found(self, kind: Any, part: str) -> Any:
-        """Return the sizes of the model: its folder's, those asked for, or both when they agree.
+        """Return the sizes from the folder, from the settings, or from both if they agree.
 
         Raises:
-            ConfigError: there is no such folder, or it is a pipeline's without this part.
-            WeightsError: the folder says no sizes, or those of another model.
-            ConfigErrors: the folder's sizes are not those that are asked for.
+            ConfigError: the folder does not exist, or is a pipeline's without this part.
+            WeightsError: the folder has no sizes, or those of another kind of model.
+            ConfigErrors: the folder's sizes differ from the settings'.
         """
         if self.folder is None:
             return self.asked
@@ -106,7 +106,7 @@ class SizedModel(Section):
 
 
 class NamedModel(SizedModel):
-    """A transformer, by its folder or its sizes, and its dtypes.
+    """A transformer, given by its folder or its sizes, and its dtypes.
 
     A subclass adds `sizes`, a name of `known` or None, and fields with the names of sizes, each
     None unless it changes that size.
@@ -125,21 +125,21 @@ class NamedModel(SizedModel):
 
     @property
     def name(self) -> str | None:
-        """The name of the sizes; None where only the folder says them."""
+        """The name of the sizes; None if only the folder gives them."""
         return getattr(self, "sizes", None)
 
     @property
     def asked(self) -> Any:
-        """The sizes that are named here; None where only the folder says them."""
+        """The named sizes with their changes; None if only the folder gives them."""
         return None if self.name is None else replace(self.known[self.name], **self.changed_sizes)
 
     @property
     def repository(self) -> str | None:
-        """Where the named model can be had."""
+        """The Hugging Face repository of the named model."""
         return None if self.name is None else self.repositories[self.name]
 
     def differences(self, found: Any) -> Iterator[ConfigError]:
-        """Yield a name that is another model's, and each changed size that the folder has not."""
+        """Yield an error if the folder's model has another name, and for each changed size."""
         yield from super().differences(found)
         named = None if self.name is None else self.known[self.name]
         others = [key for key in vars(named) if key not in self.changed_sizes] if named else []
@@ -155,7 +155,7 @@ class NamedModel(SizedModel):
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse a model without sizes, changes of sizes that are not named, and misfits."""
+        """Refuse a model without sizes, changes without named sizes, and sizes that do not fit."""
         changed = {key: values[key] for key in cls.own() if values[key] is not None}
         if values["sizes"] is not None:
             yield from replace(cls.known[values["sizes"]], **changed).misfits()
@@ -175,7 +175,7 @@ Step = Annotated[float, Gt(0), Le(MOST)]
 
 
 class RolloutSettings(Section):
-    """How a video is made block by block."""
+    """How a video is sampled block by block."""
 
     frames_per_block: Count = 3
     """Latent frames that are made together, as in the model's training."""
@@ -202,7 +202,7 @@ class RolloutSettings(Section):
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse a sink that no window holds, steps that do not fall, and noise without a pass."""
+        """Refuse a sink that fills its window, rising steps, and noise without a clean pass."""
         yield from _of_window(values["frames_per_block"], values["window"], values["sink"])
         yield from _of_steps(values["denoising_steps"])
         if values["context_noise"] and not values["clean_pass"]:
@@ -216,13 +216,13 @@ class RolloutSettings(Section):
 
     @classmethod
     def from_self_forcing(cls, path: str | os.PathLike[str]) -> Imported[Self]:
-        """Read a YAML of Self-Forcing, LongLive or their kin.
+        """Read a YAML file of Self-Forcing, LongLive or a project with the same keys.
 
         Returns:
             (config, left_out, notes), as `AttentionConfig.from_maxdiffusion` does.
 
         Raises:
-            ConfigErrors: for everything wrong in the keys that are taken, with file and line.
+            ConfigErrors: all errors in the keys that are read, with file and line.
         """
         found = load_rollout(path)
         return Imported(cls(**found.rollout), found.left_out, found.notes)
@@ -235,7 +235,7 @@ class RolloutSettings(Section):
         return tuple(MOST * shift * u / (1 + (shift - 1) * u) for u in parts)
 
     def stream(self, tokens_per_frame: int) -> ma.Stream:
-        """Make the `Stream` that masks and cache come from.
+        """Make the `Stream` that gives masks and cache their layout.
 
         Args:
             tokens_per_frame: tokens of a latent frame: rows times columns of patches.
@@ -245,7 +245,7 @@ class RolloutSettings(Section):
 
 
 def _of_window(size: int, window: int | None, sink: int) -> Iterator[ConfigError]:
-    """Refuse a sink without a window, and one that leaves no room for a block."""
+    """Refuse a sink without a window, and one that fills the window."""
     if not sink:
         return
     if window is None:
@@ -259,7 +259,7 @@ def _of_window(size: int, window: int | None, sink: int) -> Iterator[ConfigError
 
 
 def _of_steps(steps: tuple[float, ...]) -> Iterator[ConfigError]:
-    """Refuse no steps, and steps that do not go towards the clean frame."""
+    """Refuse an empty list of steps, and steps whose times do not fall."""
     if not steps:
         rule = "a block is made in one step or more"
         yield ConfigError("denoising_steps", "[]", rule, "write for example [1000, 750, 500, 250]")

@@ -1,6 +1,6 @@
-"""Forms of arrays, and the arrays of a data set that do not have theirs.
+"""Expected shapes of arrays, and errors for a data set whose arrays have others.
 
-A form has one entry an axis: a number is that size, "L" any size, "2 h" any multiple of 2.
+A form has one entry per axis: a number is that size, "L" any size, "2 h" any multiple of 2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Form = tuple[int | str, ...]
 
 
 def fits(shape: tuple[int, ...], form: Form) -> bool:
-    """Check whether a shape has a form."""
+    """Check whether a shape matches a form."""
     return len(shape) == len(form) and all(map(_size_fits, shape, form))
 
 

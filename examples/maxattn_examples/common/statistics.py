@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 
 def drift(x: Float[np.ndarray, "B ..."], of: Float[np.ndarray, "B ..."]) -> Float[np.ndarray, " B"]:
-    """Return how far samples are from others, of these: |x - of| / |of|."""
+    """Return the relative distance of samples from reference samples `of`: |x - of| / |of|."""
     x, of = (np.asarray(a, np.float64).reshape(len(a), -1) for a in (x, of))
     return np.linalg.norm(x - of, axis=1) / np.linalg.norm(of, axis=1)
 
@@ -35,12 +35,12 @@ def frechet(a: Float[np.ndarray, "n D"], b: Float[np.ndarray, "m D"]) -> float:
 
 
 class Paired(NamedTuple):
-    """How one way of sampling differs from another, clip by clip.
+    """The difference of two ways of sampling, over the same clips.
 
     Args:
-        mean: of the differences.
-        better, worse: clips whose score is better, or worse.
-        p: of Wilcoxon's signed-rank test, two-sided; 1 where no clip differs.
+        mean: mean difference of the scores.
+        better, worse: number of clips whose score is better, or worse.
+        p: of Wilcoxon's signed-rank test, two-sided; 1 if no clip differs.
     """
 
     mean: float
@@ -55,7 +55,7 @@ def paired(
     """Compare scores of the same clips.
 
     Args:
-        better: 1 where larger scores are better, -1 where smaller ones are.
+        better: 1 if larger scores are better, -1 if smaller ones are.
     """
     from scipy.stats import wilcoxon
 

@@ -1,4 +1,4 @@
-"""What a comparison found: a table, tests by clip, and a YAML file."""
+"""The results of a comparison: a table, tests by clip, and a YAML file."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def drift(
 
     Args:
         dense: draws samples from noise without shortcuts.
-        ways: draw samples from the same noise, by name.
-        noise: one row a clip; any array that can be sliced.
-        floor: dense sampling with what changes rounding alone, such as another kernel.
-        same_cost: for a way, the name of the row whose cost it has, such as fewer plain steps; a
+        ways: functions that draw samples from the same noise, by name.
+        noise: one row per clip; any array that can be sliced.
+        floor: dense sampling with a change that affects rounding alone, such as another kernel.
+        same_cost: for a way, the name of the row of equal cost, such as fewer plain steps; a
             paired test compares both.
-        batch: clips that are drawn at once; default all.
+        batch: number of clips to draw at once; default all.
 
     Raises:
         InputError: names or shapes do not fit.
@@ -86,7 +86,7 @@ def drift(
     others = {**({} if floor is None else {FLOOR: floor}), **ways}
     pairs = same_cost or {}
     if taken := {DENSE, *({FLOOR} if floor is not None else ())} & set(ways):
-        raise InputError("ways", sorted(taken), "dense and floor are other rows", "rename it")
+        raise InputError("ways", sorted(taken), "dense and floor name other rows", "rename it")
     if unknown := ({*pairs} - {*ways}) | ({*pairs.values()} - {*ways, DENSE}):
         remedy = f"use names of ways: {', '.join(ways)}"
         raise InputError("same_cost", sorted(unknown), "it pairs rows by name", remedy)
@@ -108,31 +108,31 @@ def _drawn(draw: Draw, noise: Any, batch: int | None) -> Samples:
 
 
 class Count(NamedTuple):
-    """The forwards of a run, in layers where some are not computed."""
+    """The forwards of a run; a forward with skipped layers counts in part."""
 
     computed: float
-    whole: int  # without shortcuts
-    at_most: bool = False  # steps decide, and have not yet
+    whole: int  # forwards without shortcuts
+    at_most: bool = False  # True before a run whose steps decide
 
     def __str__(self) -> str:
         return f"{'at most ' * self.at_most}{self.computed:g} of {self.whole} forwards"
 
 
 class Score(NamedTuple):
-    """A column that a program adds."""
+    """A further column of the table."""
 
     value: float
     form: str = "{:.3f}"
-    better: int = 0  # 1 if larger values are better, -1 if smaller ones are, 0: it is not tested
-    clips: PerClip | None = None  # None: it is of all clips together
+    better: int = 0  # 1 if larger values are better, -1 if smaller ones are, 0 for no test
+    clips: PerClip | None = None  # None if the score is of all clips together
 
 
 @dataclass
 class Row:
-    """What was measured of one way of sampling."""
+    """The measurements of one way of sampling."""
 
     name: str
-    drift: PerClip | None = None  # None of the dense row
+    drift: PerClip | None = None  # None for the dense row
     psnr: PerClip | None = None
     same_cost: str | None = None  # the row that it is compared with at equal cost
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -140,21 +140,21 @@ class Row:
     seconds: float | None = None  # of all clips, without compiling
     steps: PerClip | None = None  # median error of the steps that reuse or approximate
     scores: Mapping[str, Score] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # why figures of it are not there
-    of: Mapping[str, Any] = field(default_factory=dict)  # what its drift depends on
+    notes: list[str] = field(default_factory=list)  # why figures are missing
+    of: Mapping[str, Any] = field(default_factory=dict)  # settings that its drift depends on
 
     @classmethod
     def of_samples(cls, name: str, x: Samples, dense: Samples, **more: Any) -> Self:
         return cls(name, statistics.drift(x, dense), _psnr(x, dense), **more)
 
     def tested(self) -> dict[str, tuple[PerClip, int]]:
-        """Return what is compared clip by clip, and in which direction it is better."""
+        """Return the scores to test, by clip, with 1 if larger ones are better, else -1."""
         scores = self.scores.items()
         found = {k: (x.clips, x.better) for k, x in scores if x.better and x.clips is not None}
         return found if self.drift is None else {"drift": (self.drift, -1), **found}
 
     def cells(self, floor: float | None) -> dict[str, str]:
-        """Return the cells of the table by the heads of their columns."""
+        """Return the table's cells by column head."""
         cells = {"sampling": self.name}
         if self.count is not None:
             cells["forwards"] = f"{self.count.computed:g} of {self.count.whole}"
@@ -169,7 +169,7 @@ class Row:
         return cells | {name: x.form.format(x.value) for name, x in self.scores.items()}
 
     def plain(self) -> dict[str, Any]:
-        """Return all of it as what YAML can hold."""
+        """Return the row as values that YAML can store."""
         found: dict[str, Any] = {"name": self.name, "changes": dict(self.changes)}
         found |= {"of": dict(self.of)} if self.of else {}
         if self.count is not None:
@@ -187,11 +187,11 @@ class Row:
 
 @dataclass
 class Report:
-    """All ways of sampling beside the dense one; `print` shows it as tables in Markdown."""
+    """The rows of all ways of sampling; `print` shows them as tables in Markdown."""
 
-    facts: Mapping[str, Any]  # of the run, such as the hash of its checkpoint
+    facts: Mapping[str, Any]  # about the run, such as the hash of its checkpoint
     rows: list[Row] = field(default_factory=list)
-    words: str = ""  # what the columns of `Row.scores` are
+    words: str = ""  # explains the columns of `Row.scores`
 
     @property
     def floor(self) -> float | None:
@@ -200,7 +200,7 @@ class Report:
         return next((float(np.median(x)) for x in found), None)
 
     def pairs(self) -> Iterator[dict[str, Any]]:
-        """Test each row against that of its cost, and its scores against the dense ones."""
+        """Test the scores of each row against those of its `same_cost` row and of the dense row."""
         rows = {row.name: row for row in self.rows}
         for row in (x for x in self.rows if x.drift is not None and x.name != FLOOR):
             for beside in dict.fromkeys((row.same_cost, DENSE)):
@@ -242,12 +242,12 @@ class Report:
         )
 
     def plain(self) -> dict[str, Any]:
-        """Return all of it as what YAML can hold."""
+        """Return the report as values that YAML can store."""
         rows, tests = [row.plain() for row in self.rows], list(self.pairs())
         return {**self.facts, "floor": self.floor, "rows": rows, "pairs": tests}
 
     def write(self, path: str | Path) -> Path:
-        """Write it as YAML; the file takes its name when it is whole."""
+        """Write the report as YAML, atomically."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
@@ -256,7 +256,7 @@ class Report:
 
 
 def _psnr(x: Samples, of: Samples) -> PerClip:
-    """Return the peak signal-to-noise ratio in dB, the peak being the range of the dense sample."""
+    """Return the PSNR in dB; the peak is the range of the dense sample."""
     inner = tuple(range(1, x.ndim))
     error = np.square(x.astype(np.float64) - of).mean(axis=inner)
     peak = of.max(axis=inner) - of.min(axis=inner)
@@ -268,7 +268,7 @@ def _rounded(values: PerClip) -> list[float]:
 
 
 def machine_facts() -> dict[str, str]:
-    """Return the machine and the date of a measurement."""
+    """Return the machine, versions and date of a measurement."""
     device = jax.devices()[0]
     return {
         "machine": f"{len(jax.devices())} x {device.device_kind}",

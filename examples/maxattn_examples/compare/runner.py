@@ -1,14 +1,14 @@
-"""One way of sampling: its samples, and how far single steps are from those of the dense run.
+"""Run one way of sampling, and measure how far its single steps are from the dense run's.
 
-From the same noise two runs drift apart for two reasons: a step computes something else, and what
-earlier steps changed grows. Both are measured. With x the dense run's samples, x' those of another,
+Two runs from the same noise drift apart because single steps compute something else, and because
+the differences of earlier steps grow. Both are measured. With x of the dense run, x' of another,
 
-    drift                  |x'_n - x_n| / |x_n|                          at the end
-    error of a step        |x'_(i+1) - x_(i+1)| / |x_(i+1) - x_i|        from the dense run's x_i
+    drift            |x'_n - x_n| / |x_n|                          at the end
+    error of a step  |x'_(i+1) - x_(i+1)| / |x_(i+1) - x_i|        from the dense run's x_i
 
-where the second run keeps what its own layers added before, and goes on from the dense samples. The
-states of the dense run's steps are kept on the host, of one batch of clips: steps are compared in
-the first.
+where the second run reuses what its own layers added, but continues from the dense run's samples.
+The dense run's states are kept on the host for the first batch of clips only, so the error of
+steps is measured on that batch.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Observe = Callable[[int, State], State]
 
 @dataclass(frozen=True)
 class Clips:
-    """What every way of sampling is given: one row a clip, in batches of equal size."""
+    """The inputs of every way of sampling: one row per clip, in batches of equal size."""
 
-    arrays: Arrays  # what the model is told
+    arrays: Arrays  # the model's conditions, such as text
     noise: Samples  # channels last
-    keys: UInt32[np.ndarray, "n 2"]  # of noise that samplers add
+    keys: UInt32[np.ndarray, "n 2"]  # for the noise that samplers add
     batch: int
 
     @classmethod
     def of_prompts(cls, task: SamplingTask, paths: Paths, batch: int | None = None) -> Clips:
-        """Read or encode the prompts of settings and files; default in one batch."""
+        """Read or encode the prompts of settings and files; by default in one batch."""
         arrays, sampling = arrays_of(task, paths), task.settings.sampling
         rows = Rows(max(map(len, arrays.values())), sampling.per_prompt, 1, 1)
         noise = np.moveaxis(noise_of(paths, rows, task), 1, -1)
@@ -62,7 +62,7 @@ class Clips:
 
 
 class Trajectory(NamedTuple):
-    """The dense run of a batch, on the host."""
+    """The states of the dense run of one batch, on the host."""
 
     sampler: str
     schedule: Schedule
@@ -71,15 +71,15 @@ class Trajectory(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one way of sampling gave."""
+    """The result of one way of sampling."""
 
     latents: Samples  # final, channels last
     seconds: float  # without compiling
-    forwards: float  # in the mean of the batches
+    forwards: float  # mean over the batches
 
 
 def rows_of(task: SamplingTask, batch: int, mesh: jax.sharding.Mesh | None) -> Rows:
-    """Count the rows of a batch of clips."""
+    """Return the batch rows of a batch of clips."""
     both = task.settings.sampling.guided and predicts_both(task)
     return Rows(batch, 1, 2 if both else 1, batch_ways(mesh))
 
@@ -87,7 +87,7 @@ def rows_of(task: SamplingTask, batch: int, mesh: jax.sharding.Mesh | None) -> R
 def compare(
     ways: Ways, clips: Clips, score: AddScores, report: Report, mesh: jax.sharding.Mesh | None
 ) -> Iterator[Row]:
-    """Run every way of sampling, and plain ones of equal cost, which are added to them.
+    """Run all ways of sampling, and those that have been added with equal cost.
 
     Yields each row after it is in the report, with the columns that `score` adds.
     """
@@ -136,7 +136,7 @@ class Runner:
         self._models: dict[str, Any] = {}
 
     def _given(self, first: int) -> tuple[Any, jax.Array, jax.Array | None]:
-        """Place a batch on the devices; rows that fill these up are copies of the others."""
+        """Put a batch on the devices, padded with copies of its rows."""
         some = slice(first, first + self.clips.batch)
         guided, rows = self.task.settings.sampling.guided, self.rows
         arrays = {k: x[some] for k, x in self.clips.arrays.items()}
@@ -149,7 +149,7 @@ class Runner:
         return told, place(noise, self.mesh), fresh
 
     def run(self, observe: Observe | None = None) -> Run:
-        """Draw all clips, batch by batch; `observe` is given each step of the first."""
+        """Draw all clips, batch by batch; call `observe` after each step of the first batch."""
         runs = [self._taken(0, observe)]
         firsts = range(self.clips.batch, len(self.clips.noise), self.clips.batch)
         runs += [self._taken(first) for first in firsts]
@@ -158,9 +158,9 @@ class Runner:
         return Run(latents, sum(run.seconds for run in runs), forwards)
 
     def dense(self) -> tuple[Run, Trajectory]:
-        """Draw all clips, and keep the state after every step of the first batch."""
+        """Draw all clips; return also the state after every step of the first batch."""
         states: list[State] = []
-        copying: list[float] = []  # is no part of a run's seconds
+        copying: list[float] = []  # subtracted from the run's seconds
 
         def observe(i: int, state: State) -> State:
             jax.block_until_ready(state)
@@ -175,7 +175,7 @@ class Runner:
         return run._replace(seconds=run.seconds - sum(copying)), found
 
     def unlike(self, dense: Trajectory) -> str | None:
-        """Return why no step can begin from the dense run's samples; None if all can."""
+        """Return why steps cannot start from the dense run's samples; None if they can."""
         name, ours, theirs = self.resolved.sampler.name, self.walk.schedule, dense.schedule
         if name != dense.sampler:
             return f"the sampler is {name}, and the dense run has {dense.sampler}"
@@ -185,8 +185,9 @@ class Runner:
         return None if alike else "the times of the steps are not those of the dense run"
 
     def error(self, dense: Trajectory) -> Float[np.ndarray, " B"]:
-        """Take every step of the first batch from the dense run's samples; return how far the steps
-        that reuse or approximate end from theirs, in the median.
+        """Return the median error of the steps that reuse or approximate, on the first batch.
+
+        Each step starts from the dense run's sample.
         """
         found: list[Float[np.ndarray, " B"]] = []
         wanted = self.rows.wanted
@@ -201,7 +202,7 @@ class Runner:
         return np.median(np.stack(found)[self._approximate()], axis=0)
 
     def _approximate(self) -> list[int]:
-        """Return the steps of the last run that reuse or approximate; all if none does so."""
+        """Return the steps of the last run that reuse or approximate; all if none does."""
         decided, steps = self.walk.decided().values(), self.resolved.steps
 
         def is_so(i: int, step: Step) -> bool:
@@ -215,7 +216,7 @@ class Runner:
 
     @sharding.inside_auto_axes()
     def _taken(self, first: int, observe: Observe | None = None) -> Run:
-        """Draw the batch that begins at a clip."""
+        """Draw one batch, whose first clip is number `first`."""
         self.walk.begin(*self._given(first))
         self.walk.observe = observe
         with self.walk as walk:
@@ -234,7 +235,7 @@ def _norm(x: Samples) -> Float[np.ndarray, " B"]:
 
 
 def _placed(state: State, like: State, wanted: int) -> State:
-    """Place a dense run's rows as another run has its own, which may fill up more devices."""
+    """Put a dense run's state on the devices as another run needs it, padded to its batch."""
 
     def one(x: Any, other: jax.Array) -> jax.Array:
         rows = np.resize(np.arange(wanted), len(other))
@@ -244,11 +245,11 @@ def _placed(state: State, like: State, wanted: int) -> State:
 
 
 def curve_of(runner: Runner) -> Float[np.ndarray, "steps predictions"]:
-    """Run dense sampling once, and return MagCache's curve, with the text and then without.
+    """Run dense sampling once; return MagCache's curve for predictions with text and without.
 
         ratio of step i = mean over tokens and clips of |r_i| / |r_(i-1)|
 
-    where r_i is what the layers added. The first step of each model has ratios of 1.
+    where the layers added r_i in step i. The first step of each model has ratios of 1.
 
     Source: Ma et al. 2025, https://arxiv.org/abs/2506.09045.
     """
@@ -274,7 +275,7 @@ def curve_of(runner: Runner) -> Float[np.ndarray, "steps predictions"]:
 
 
 def _added(kept: Mapping[str, Any], samples: int, wanted: int) -> dict[str, Any]:
-    """Return what the layers added in each prediction, to the rows of the wanted samples."""
+    """Return what the layers added in each prediction, for the wanted samples only."""
     found = {name: jax.tree.leaves(added.sums[0][0])[0] for name, added in kept.items()}
     if "both" in found:
         found = dict(zip(("without", "with"), jnp.split(found["both"], 2), strict=True))

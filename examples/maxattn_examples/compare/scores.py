@@ -1,4 +1,4 @@
-"""More columns: how far decoded pictures are apart, and whether digits are as the prompt says.
+"""Further columns: distances of decoded pictures, and scores of digits by a judge.
 
 Sources: Wang et al. 2004 (SSIM), https://doi.org/10.1109/TIP.2003.819861; Zhang et al. 2018
 (LPIPS), https://arxiv.org/abs/1801.03924.
@@ -56,12 +56,12 @@ class Scores:
     """The columns beside drift: of decoded samples with --out, of a judge with --clips.
 
     Args:
-        clips: number of prompts of digits; None: the user's prompts.
-        first: number of the first of them.
+        clips: number of prompts of digits; None for the user's prompts.
+        first: number of the first of these prompts.
 
     Attributes:
-        facts: what the report says of the judge.
-        words: what the columns are.
+        facts: facts about the judge, for the report.
+        words: explains the columns, for the report.
         rows: the scores of real clips.
     """
 
@@ -77,18 +77,18 @@ class Scores:
             self.facts = {"classifier": round(accuracy, 5), "prompts": prompts}
 
     def clips(self, batch: int) -> Clips | None:
-        """Return the prompts of digits, and noise; None for the user's."""
+        """Return prompts of digits with noise; None if the user gave prompts."""
         return None if self.digits is None else self.digits.clips(batch)
 
     def add(self, task: SamplingTask, name: str, latents: Samples) -> dict[str, Score]:
-        """Score samples, channels last; the dense ones first."""
+        """Score samples, channels last; the first call must have the dense ones."""
         judged = {} if self.digits is None else self.digits.score(name, latents)
         shown = {} if self.decoded is None else self.decoded.score(task, name, latents)
         return judged | shown
 
 
 def batch_of(found: argparse.Namespace, task: SamplingTask, wanted: int) -> int:
-    """Return how many clips are drawn at once; `wanted` are those of the user's prompts.
+    """Return how many clips to draw at once; the user gave `wanted` prompts.
 
     Raises:
         ConfigErrors: options do not fit each other or the model.
@@ -113,7 +113,7 @@ def batch_of(found: argparse.Namespace, task: SamplingTask, wanted: int) -> int:
 
 
 class Digits:
-    """Prompts of digits that no model saw, and the judge of what is drawn."""
+    """Prompts of digits that no model was trained on, and the judge of their samples."""
 
     def __init__(self, task: Any, first: int, count: int) -> None:
         self.task, self.first, self.count = task, first, count
@@ -129,7 +129,7 @@ class Digits:
         return scene, scenes.render(scene, scenes.scans_here(scans), self.size)
 
     def clips(self, batch: int) -> Clips:
-        """Return the prompts, and noise."""
+        """Return the prompts with noise."""
         empty = SCENES.encode([""]).repeat(self.count, axis=0)
         arrays = {"text": SCENES.encode(self.scene.prompts()), "negative_text": empty}
         rows, (channels, *sizes) = Rows(self.first + self.count, 1, 1, 1), self.task.latents
@@ -137,13 +137,13 @@ class Digits:
         return Clips(arrays, start, keys_of(self.task.settings.sampling.seed, self.count), batch)
 
     def real_row(self) -> Row:
-        """Return the scores of real clips of the prompts, beside other real ones."""
+        """Return the scores of real clips for the prompts, compared with other real clips."""
         scene, real = self._drawn(2**20 + self.first)
         fd = frechet(self.real.features, self.judge.score(real, scene).features)
         return Row(REAL, scores={**_columns(self.real), "FD to real": Score(fd, "{:.3g}")})
 
     def score(self, name: str, latents: Samples) -> dict[str, Score]:
-        """Score clips that a way of sampling drew, the dense one first."""
+        """Score the samples of a way of sampling; the first call must have the dense ones."""
         scored = self.judge.score(scenes.of_model(jnp.asarray(latents, jnp.float32)), self.scene)
         dense = self.dense = scored if name == DENSE or self.dense is None else self.dense
         rates = scored.scores["flicker"] / dense.scores["flicker"]
@@ -159,14 +159,14 @@ def _columns(scored: Scored) -> dict[str, Score]:
 
 
 class Decoded:
-    """Pictures or videos of every way of sampling, in a folder each, beside the dense ones."""
+    """Pictures or videos, decoded into one folder per way of sampling."""
 
     def __init__(self, model: Path, out: Path) -> None:
         self.model, self.out, self.ways = model, out, 0
         self.dense: list[Pixels] = []
 
     def score(self, task: SamplingTask, name: str, latents: Samples) -> dict[str, Score]:
-        """Decode samples of a way, the dense one first; return how far they are from its own."""
+        """Decode samples; return their distances from the dense ones, which the first call has."""
         shown = task.pixels(self.model, np.moveaxis(latents, -1, 1))
         folder = re.sub(r"[^\w.=-]+", "_", f"{self.ways:02} {name}")[:LONGEST]
         print(*task.write(shown, self.out / folder), sep="\n")
@@ -188,7 +188,7 @@ def psnr(a: Pixels, b: Pixels) -> float:
 
 
 def ssim(a: Pixels, b: Pixels) -> float:
-    """Return the structural similarity of pixels, mean over frames and colours."""
+    """Return the structural similarity of pixels, as a mean over frames and colours."""
     from scipy.ndimage import gaussian_filter
 
     sigma = (0,) * (a.ndim - 3) + (SIGMA, SIGMA, 0)
@@ -207,7 +207,7 @@ def ssim(a: Pixels, b: Pixels) -> float:
 
 
 def lpips(a: Pixels, b: Pixels) -> float:
-    """Return the learned distance of pictures, mean over frames of a video."""
+    """Return the learned distance of pictures, as a mean over frames."""
     import torch
     from lpips import LPIPS
 

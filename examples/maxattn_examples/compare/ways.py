@@ -1,4 +1,4 @@
-"""Ways of sampling that are compared: changes of one config, and plain runs of the same cost."""
+"""The ways of sampling to compare: changes of one config, and plain runs of equal cost."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ MakeTask = Callable[[Sequence[str]], SamplingTask]
 def opened(
     description: str | None, arguments: Sequence[str] | None, more: AddOptions
 ) -> tuple[argparse.Namespace, MakeTask, Paths]:
-    """Parse a command line that begins with a family, or leaves it out.
+    """Parse a command line, which may begin with a family.
 
     Returns:
-        The arguments; what makes the task of overrides; and the files and folders.
+        The arguments; a function that makes a task from overrides; and the files and folders.
     """
     family, words = families.named(arguments)
     found = arguments_of(families.help_of(description or "", family), words, family or "wan", more)
@@ -84,21 +84,21 @@ def opened(
 
 
 class Way(NamedTuple):
-    """One way of sampling: changes of the keys of `sampling`, or of any other by dotted name."""
+    """One way of sampling: changes of keys of `sampling`, or of other keys by dotted name."""
 
     name: str
     changes: Mapping[str, Any]
 
     @classmethod
     def of(cls, name: str, said: Mapping[Any, Any]) -> Self:
-        """Take changes as they are written: `fast` and `sampling.fast` are one key."""
+        """Make a way from the user's changes; `fast` and `sampling.fast` are one key."""
         flat = dict(said)
         if isinstance(flat.get("sampling"), Mapping):
             flat |= flat.pop("sampling")
         return cls(name, {str(key).removeprefix("sampling."): x for key, x in flat.items()})
 
     def overrides(self, keys: Any) -> list[str]:
-        """Return the changes as the command line writes them; `keys` are those of `sampling`."""
+        """Return the changes as command-line overrides; `keys` are the keys of `sampling`."""
         named = (
             (f"sampling.{k}" if k.split(".")[0] in keys else k, v) for k, v in self.changes.items()
         )
@@ -106,15 +106,15 @@ class Way(NamedTuple):
 
 
 class Ways:
-    """Ways of sampling, the dense one first, each of whose settings fits.
+    """All ways of sampling with checked settings; the dense one is first.
 
     Args:
-        settings: a YAML file: a mapping of keys of `sampling` by name.
-        given: more, each a name and changes KEY=VALUE.
+        settings: a YAML file that maps names to keys of `sampling`.
+        given: further ways, each a name and changes KEY=VALUE.
         alone: whether the dense one may be the only one.
 
     Attributes:
-        every: grows while it is gone through.
+        every: the ways; ways of equal cost are added while it is iterated over.
 
     Raises:
         ConfigErrors: settings do not fit, a way draws other samples, or nothing is compared.
@@ -165,11 +165,11 @@ class Ways:
         lengths: Mapping[str, int],
         mesh: jax.sharding.Mesh | None,
     ) -> None:
-        """Add dense sampling with another kernel behind the dense one.
+        """Add dense sampling with another kernel as the second way.
 
         Args:
-            asked: a kernel; None for one that dense sampling does not have; "none" adds nothing.
-            rows: of the model in a call.
+            asked: a kernel; None for any other than the dense way's; "none" adds nothing.
+            rows: batch rows of a model call.
             lengths: tokens of text and image.
 
         Raises:
@@ -200,14 +200,14 @@ class Ways:
         self.every.insert(1, Way(FLOOR, {**self._off, **_keys_of(task, free[0])}))
 
     def add_plain(self, way: Way, count: Count) -> tuple[str | None, str]:
-        """Add plain sampling, in as few steps as cost no less, behind a way with a section `fast`.
+        """Add plain sampling, in the fewest steps that cost no less, after a way with `fast`.
 
         Args:
-            way: one of them, which has run; nothing is added if another is that plain one.
+            way: has run; nothing is added if another way is already that plain one.
             count: of the forwards that it computed.
 
         Returns:
-            The name of the plain one, and why there is none, or "".
+            The name of the plain one or None, and why there is none or "".
         """
         sampling = self.task(way).settings.sampling
         if not any(getattr(sampling, key) for key in self._off):
@@ -232,7 +232,7 @@ class Ways:
         return found.name, ""
 
     def _plain_of(self, way: Way, fewer: int) -> Way:
-        """Return a way without its shortcuts, in fewer steps; of a list, as many values are left.
+        """Return a way without shortcuts, in fewer steps; a list is cut to as many values.
 
         Raises:
             ConfigErrors: its list has fewer values.
@@ -277,7 +277,7 @@ def _change(text: str) -> tuple[str, Any]:
     """Read KEY=VALUE.
 
     Raises:
-        ConfigErrors: it is not written so, or the value is no YAML.
+        ConfigErrors: the text has another form, or the value is not YAML.
     """
     key, between, value = text.partition("=")
     if not between:
@@ -315,7 +315,7 @@ def _self_kernel(
 
 
 def _keys_of(task: SamplingTask, kernel: str) -> dict[str, str | None]:
-    """Return the settings under which a task's self-attention has a kernel, and its strategy."""
+    """Return the settings that give a task's self-attention a kernel, and keep its strategy."""
     try:
         ma.AttentionConfig(attention_kernel=task.settings.attention)
     except ConfigErrors:  # other values of `attention` name a strategy too
@@ -325,7 +325,7 @@ def _keys_of(task: SamplingTask, kernel: str) -> dict[str, str | None]:
 
 
 def _other_samples(way: Way, task: SamplingTask, plain: SamplingTask) -> Iterator[ConfigError]:
-    """Yield what would change the samples that are drawn, and not the way alone."""
+    """Yield an error for each change that alters the prompts, the noise or the size."""
     rule = "every way of sampling draws the same prompts from the same noise, in the same size"
     ours, theirs = task.settings.sampling, plain.settings.sampling
     keys = [key for key in DRAWN if getattr(ours, key, None) != getattr(theirs, key, None)]

@@ -203,7 +203,7 @@ def test_drift_takes_callables_of_any_program(tmp_path: Path) -> None:
     assert found["pairs"][0]["better"] == 6 and found["clips"] == 6
     with pytest.raises(InputError, match="use names of ways: near, far"):
         drift(lambda x: x, ways, noise, same_cost={"near": "fra"})
-    with pytest.raises(InputError, match="dense and floor are other rows"):
+    with pytest.raises(InputError, match="dense and floor name other rows"):
         drift(lambda x: x, {"dense": near}, noise)
     with pytest.raises(InputError, match="return the final samples alone"):
         drift(lambda x: x, {"a": lambda x: x[:1]}, noise)
