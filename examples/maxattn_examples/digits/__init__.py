@@ -1,8 +1,8 @@
-"""Moving handwritten digits that Wan's own network learns, made on the device while it does.
+"""Moving handwritten digits: clips drawn on the device, which Wan's network learns.
 
-`scenes.py` has several coloured digits that cross, leave the picture and come back: a model of them
-can fail. `torus.py` has one that moves for ever, for models that stream. `words.py` are their
-prompts, `settings.py` and `task.py` what train.py trains, `distil.py` a student of few steps.
-`judge.py` names digits and follows them; `scores.py` scores clips, `drift.py` the videos that
+`scenes.py` draws several coloured digits that cross, leave the picture and come back, which a model
+can get wrong. `torus.py` draws one that moves for ever, for streaming models. `words.py` has their
+prompts, `settings.py` and `task.py` the training by train.py, `distil.py` a student of few steps.
+`judge.py` classifies and tracks digits; `scores.py` scores clips, `drift.py` the videos that
 `stream_demo.py` streams. `latents.py` makes a folder of latents for any model.
 """

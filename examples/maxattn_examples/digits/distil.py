@@ -1,11 +1,11 @@
-"""A student of few steps: it goes in one step where its teacher goes in several guided ones.
+"""Train a student whose one step replaces several guided steps of its teacher.
 
     x      = (1 - s) clip + s noise     at the start s of one of the student's steps
-    x'     = the teacher's Euler steps from s to s', guided
-    learned: the velocity (x' - x) / (s' - s), without guidance
+    x'     = the teacher's guided Euler steps from s to s'
+    target: the velocity (x' - x) / (s' - s), without guidance
 
-The student begins as its teacher, and is drawn with the sampler that it learned from: the same
-sigmas, and no guidance.
+The student starts with the teacher's weights, and samples with the sigmas that it was trained on,
+without guidance.
 
 Source: Salimans and Ho 2022, https://arxiv.org/abs/2202.00512; guidance is learned as in Meng et
 al. 2022, https://arxiv.org/abs/2210.03142.
@@ -38,8 +38,7 @@ class DistilTask(ClipTask):
     """Train a student of few steps.
 
     Args:
-        settings: of everything; `training.distil` is given.
-        sizes: of the model.
+        settings: must have `training.distil`.
         teacher: the model of `model.folder`.
     """
 
@@ -47,7 +46,7 @@ class DistilTask(ClipTask):
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Read the teacher; raises as `found` and `load_diffusers`."""
+        """Make the task and load the teacher; raises as `found` and `load_diffusers`."""
         task = super().of(settings)
         if settings.model.folder is None:
             return task  # refused with the other settings, before training
@@ -59,13 +58,13 @@ class DistilTask(ClipTask):
 
     @property
     def distil(self) -> Distil:
-        """How the student learns."""
+        """The settings of the student's training."""
         found = self.settings.training.distil
         assert found is not None, "the command chooses this task by it"
         return found
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield settings that no student can be trained and drawn with."""
+        """Yield an error for each setting that a student cannot be trained or sampled with."""
         yield from super().shape_errors(shapes)
         s = self.settings.sampling
         if self.teacher is None:
@@ -80,12 +79,12 @@ class DistilTask(ClipTask):
 
     @property
     def sigmas(self) -> Float[Array, " n"]:
-        """The ends of the student's steps."""
+        """The sigmas between which the student steps."""
         times = self.sampler.schedule(self.settings.sampling.num_inference_steps).times
         return jnp.append(times / 1000.0, 0.0)
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
-        """Draw a step of the student for each clip, and let the teacher take it."""
+        """Draw one of the student's steps for each clip; compute its end with the teacher."""
         for_clips, for_step, for_noise = jax.random.split(key, 3)
         made, more = self.made(batch, for_clips)
         clean, text = jnp.moveaxis(made["latents"], 1, -1), made["text"]
@@ -112,5 +111,5 @@ class DistilTask(ClipTask):
 
 
 def _over(numbers: Float[Array, " B"], x: Float[Array, "B ..."]) -> Array:
-    """Give numbers of examples the axes of the examples."""
+    """Reshape one number per example to broadcast over the examples' axes."""
     return numbers.reshape(-1, *(1,) * (x.ndim - 1))

@@ -1,9 +1,9 @@
-"""Measures streamed digits block by block: whether a long video still shows its digit.
+"""Measure block by block whether a streamed video still shows the digit of its prompt.
 
-digit      the classifier names it in the frames of the block
-direction  its mean movement a frame rounds to the pixels of the prompt
-phase      pixels between where it is and where the first frame and the prompt put it
-ink        its ink, as a share of what scans of the digit have
+digit      share of the block's frames in which the classifier names it
+direction  whether its mean movement per frame rounds to the prompt's
+phase      pixels between its place and the one that the first frame and the prompt imply
+ink        its ink, as a share of the mean ink of scans of the digit
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HEAD = "  block   digit  direction  phase     ink"
 
 @dataclass(frozen=True)
 class Drift:
-    """A number for each block, over all videos.
+    """One number per block, over all videos.
 
     Args:
-        digit, direction: shares that are right.
-        phase: mean pixels off the place that the first frame and the prompt say.
-        ink: share of the scans' ink.
+        digit, direction: shares of correct frames, and of correct videos.
+        phase: mean distance in pixels from the place that the first frame and the prompt imply.
+        ink: share of the scans' mean ink.
     """
 
     digit: tuple[float, ...]
@@ -44,12 +44,12 @@ class Drift:
 
     @property
     def values(self) -> dict[str, tuple[float, ...]]:
-        """The numbers by name."""
+        """The four tuples by name."""
         return asdict(self)
 
     @property
     def bars(self) -> dict[str, bool]:
-        """Return which bars the videos pass; a viewer would see each of them."""
+        """Return which bars the videos pass; a failure of any is visible to a viewer."""
         return {
             f"digit in block 1 at least {FIRST:.0%}": self.digit[0] >= FIRST,
             f"digit in the last block at least {LAST:.0%}": self.digit[-1] >= LAST,
@@ -60,7 +60,7 @@ class Drift:
         }
 
     def table(self, blocks: Sequence[int] | None = None) -> str:
-        """Write some blocks, by default all."""
+        """Format a table of some blocks, by default all."""
         chosen = range(len(self.digit)) if blocks is None else blocks
         rows = (
             f"  {b + 1:>5}  {self.digit[b]:>6.1%}  {self.direction[b]:>9.1%}"
@@ -86,7 +86,7 @@ class TorusJudge:
         self.ink = np.array([ink[first:last].mean() for first, last in ends])
 
     def measure(self, videos: Videos, prompts: Sequence[str], block: int) -> Drift:
-        """Judge videos of whole blocks, ink from 0 to 16; `block` counts the frames of one."""
+        """Judge videos, ink from 0 to 16, in blocks of `block` frames."""
         digits, ways = (np.array(x) for x in zip(*(ALL[p] for p in prompts), strict=True))
         steps, logs = self.speed * STEPS[ways].astype(np.float64), self.named(videos)
         off, ink = _off(videos, steps), videos.sum((-1, -2)) / self.ink[digits][:, None]
@@ -103,7 +103,7 @@ class TorusJudge:
         return Drift(*(tuple(map(float, numbers)) for numbers in zip(*by_block, strict=True)))
 
     def named(self, videos: Videos) -> Float[np.ndarray, "n F 10"]:
-        """Return the logarithms of the digits' probabilities, in every frame."""
+        """Return the log-probabilities of the ten digits in every frame."""
         ink = torus.unrolled(videos)[:, None] / INK
         total, at = ink.sum((-1, -2)) + 1e-6, np.arange(self.size.height)
         middles = [jnp.asarray((ink.sum(axis) * at).sum(-1) / total) for axis in (-1, -2)]
@@ -114,14 +114,14 @@ class TorusJudge:
 def _moves_right(
     videos: Videos, own: slice, steps: Float[np.ndarray, "n 2"]
 ) -> Bool[np.ndarray, " n"]:
-    """Check whether each video moves as its prompt says, from the frame before the block."""
+    """Check whether each video moves in its prompt's direction, from the frame before the block."""
     centres = torus.centre(videos[:, max(own.start - 1, 0) : own.stop])
     moved = torus.apart(np.diff(centres, axis=1), videos.shape[-1]).mean(axis=1)
     return (np.abs(moved - steps) < HALF).all(-1)
 
 
 def _off(videos: Videos, steps: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "n F"]:
-    """Return how far each frame's digit is from where the first frame and the prompt put it."""
+    """Return each digit's distance from the place that the first frame and the prompt imply."""
     centres, frames = torus.centre(videos), np.arange(videos.shape[1])
     wanted = centres[:, :1] + frames[:, None] * steps[:, None]
     return np.linalg.norm(torus.apart(centres - wanted, videos.shape[-1]), axis=-1)
@@ -132,14 +132,14 @@ def _off(videos: Videos, steps: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "
 
 @dataclass(frozen=True)
 class Switched:
-    """The digits of videos before and after a change of prompt; place and direction go on.
+    """The drift of videos before and after a change of prompt to another digit.
 
-    The centre of ink of two scans on one path is not the same. So in the block after the change the
-    direction is that of its own frames, and phase grows by what is between the two digits.
+    Two scans on one path have different centres of ink. So in the block after the change the
+    direction is computed from that block's frames alone, and phase includes the difference.
 
     Args:
-        at: blocks before the change.
-        first, second: measured by the first prompts, and by the second ones, in all blocks.
+        at: number of blocks before the change.
+        first, second: drift from the first prompts, and from the second ones, in all blocks.
     """
 
     at: int
@@ -158,13 +158,13 @@ class Switched:
 
     @property
     def asked(self) -> Drift:
-        """Measured in each block by the prompt that it has."""
+        """The drift in each block from the prompt that the block was sampled with."""
         pairs = zip(self.first.values.items(), self.second.values.values(), strict=True)
         return Drift(**{key: x[: self.at] + y[self.at :] for (key, x), y in pairs})
 
     @property
     def bars(self) -> dict[str, bool]:
-        """Return which bars are passed."""
+        """Return which bars the videos pass."""
         before, late = self.first.digit[: self.at], self.second.digit[self.at + SOON - 1 :]
         ways = self.second.direction[self.at :]
         return {
@@ -175,5 +175,5 @@ class Switched:
 
 
 def bars_as_text(bars: dict[str, bool]) -> str:
-    """Write which bars are passed."""
+    """Format which bars are passed."""
     return "\n".join(f"  {'pass' if ok else 'FAIL'}  {name}" for name, ok in bars.items())

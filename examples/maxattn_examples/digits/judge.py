@@ -1,11 +1,11 @@
-"""What can be seen in a clip: where each digit of its prompt is, which digit it is, how it moves.
+"""Find the digits of a clip: their places, which digits they are, and how they move.
 
-Digits of a clip have different colours: a pixel belongs to the digit whose colour it is most like.
-Around the centre of a digit's ink a square is cut out, which a classifier names. Nothing here knows
-where the digits should be, so clips that a model drew and real ones are judged alike.
+Digits of a clip have different colours: a pixel belongs to the digit of the most similar colour. A
+classifier names the square around the centre of a digit's ink. The expected places are not used, so
+sampled clips and real ones are judged alike.
 
-The classifier has three layers, fitted to clean scans at random places in a few seconds. Its second
-layer's values are the features whose distributions a Frechet distance compares.
+The classifier has three layers, fitted in a few seconds to clean scans at random places. The
+outputs of its second layer are the features for the Frechet distance.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ENDS = 2  # frames at each end, where a digit is before and after it was hidden
 
 
 class Seen(NamedTuple):
-    """The digits of clips, as they are seen.
+    """The digits found in clips.
 
     Args:
         ink: of each digit in each frame, in pixels.
-        centre: row and column of its middle.
-        cut: the square around it.
-        stray: ink of other colours than the prompt's, of all ink.
+        centre: row and column of the centre of its ink.
+        cut: the square around that centre.
+        stray: share of ink in colours that the prompt does not name.
     """
 
     ink: Float[Array, "B K F"]
@@ -55,8 +55,7 @@ def look(clips: Clips, scene: Scene, size: Size) -> Seen:
 
     Args:
         clips: colours from 0 to 1.
-        scene: whose colours are looked for.
-        size: of a clip.
+        scene: gives the colours to look for.
     """
     colours = jnp.asarray(np.array(list(COLOURS.values()), np.float32))[scene.colour]
     bright = clips.max(-1) * (clips.max(-1) > DARK)
@@ -79,7 +78,7 @@ def look(clips: Clips, scene: Scene, size: Size) -> Seen:
 def cut(
     ink: Float[Array, "B K F H W"], middles: list[Array], size: Size
 ) -> Float[Array, "B K F 16 16"]:
-    """Sample the squares around the middles, between pixels along straight lines."""
+    """Cut out the squares around the centres, interpolated linearly between pixels."""
     offsets = (jnp.arange(CUT) - (CUT - 1) / 2) * WIDE * size.digit / CUT
     weights = [
         jnp.maximum(0, 1 - jnp.abs((middle[..., None] + offsets)[..., None] - jnp.arange(n)))
@@ -90,7 +89,7 @@ def cut(
 
 
 def visible(ink: Float[np.ndarray, "B K F"], size: Size) -> Bool[np.ndarray, "B K F"]:
-    """Return in which frames each digit is seen, nearly whole."""
+    """Return in which frames each digit is visible, nearly whole."""
     most = ink.max(-1, keepdims=True)
     return (ink >= VISIBLE * most) & (most > LEAST * size.digit**2)
 
@@ -98,10 +97,10 @@ def visible(ink: Float[np.ndarray, "B K F"], size: Size) -> Bool[np.ndarray, "B 
 def moves_as_told(
     seen: Seen, shown: Bool[np.ndarray, "B K F"], scene: Scene, size: Size
 ) -> Bool[np.ndarray, "B K"]:
-    """Return which digits take the path of the prompt, in its direction.
+    """Return which digits move on their prompt's path, in its direction.
 
-    One that leaves is gone in the middle of the clip and seen at both ends; one that crosses ends
-    far from its first place; one that bounces is seen in the middle.
+    One that leaves must be invisible in the middle of the clip and visible at both ends; one that
+    crosses must end far from its first place; one that bounces must be visible in the middle.
     """
     ink, centre = np.asarray(seen.ink), np.asarray(seen.centre)
     path, step = np.asarray(scene.path), STEPS[np.asarray(scene.way)]
@@ -132,11 +131,11 @@ Layers = list[tuple[Array, Array]]
 
 
 class Named(NamedTuple):
-    """What the classifier says of squares.
+    """The classifier's outputs for squares.
 
     Args:
-        features: of its second layer.
-        logs: logarithms of the ten digits' probabilities.
+        features: outputs of the second layer.
+        logs: log-probabilities of the ten digits.
     """
 
     features: Float[Array, "... 64"]
@@ -145,7 +144,7 @@ class Named(NamedTuple):
 
 @jax.jit
 def name(layers: Layers, cuts: Float[Array, "... 16 16"]) -> Named:
-    """Name the digits of squares."""
+    """Classify squares."""
     x = 4.0 * cuts.reshape(*cuts.shape[:-2], -1) - 1.0
     exact = jax.lax.Precision.HIGHEST
     for kernel, bias in layers[:-1]:
@@ -155,7 +154,7 @@ def name(layers: Layers, cuts: Float[Array, "... 16 16"]) -> Named:
 
 
 def clean(scans: Scans, digit: int, seed: int) -> tuple[Float[Array, "n 16 16"], Int[Array, " n"]]:
-    """Cut every scan out of a frame of its own, at a random place; return squares and labels."""
+    """Draw every scan alone at a random place, and cut it out; return squares and labels."""
     count, size = len(scans.ink), Size(1, 2 * digit, 2 * digit, digit)
     for_place, for_colour = jax.random.split(jax.random.key(seed))
     numbers = jnp.broadcast_to(jnp.arange(count)[:, None], (count, MOST))
@@ -170,12 +169,11 @@ def clean(scans: Scans, digit: int, seed: int) -> tuple[Float[Array, "n 16 16"],
 
 
 def fitted(scans: Scans, digit: int, seed: int = 0) -> Layers:
-    """Fit the judge.
+    """Fit the classifier.
 
     Args:
-        scans: that it learns from.
+        scans: training data.
         digit: pixels along a side of a digit, in clips.
-        seed: of everything.
     """
     pairs = [clean(scans, digit, seed + place) for place in range(PLACES)]
     cuts, labels = (jnp.concatenate(parts) for parts in zip(*pairs, strict=True))
@@ -211,6 +209,6 @@ def _fit(layers: Layers, cuts: Array, labels: Array, key: Array) -> Layers:
 
 
 def accuracy(layers: Layers, scans: Scans, digit: int, seed: int = 99) -> float:
-    """Return the share of scans that are named right."""
+    """Return the share of scans that the classifier names correctly."""
     cuts, labels = clean(scans, digit, seed)
     return float(np.mean(np.asarray(name(layers, cuts).logs.argmax(-1) == labels)))

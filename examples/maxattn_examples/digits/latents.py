@@ -1,7 +1,7 @@
-"""The moving digits as latents and texts for any of the models: real pictures, made-up encoders.
+"""Moving digits as latents and texts for any model, with stand-ins for the encoders.
 
-Latents are the pixels of squares, so that the picture comes back exactly. A word's state is a fixed
-random vector; a text is the states of its digit and its way.
+Latents are the pixels of squares, so decoding is exact. Each word has a fixed random vector, and a
+text is the vectors of its digit and its direction.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def batches(
 
 
 def empty(model: Model, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.ndarray]:
-    """Return the replacement of a dropped text: no words."""
+    """Return the zeros that replace a dropped text."""
     arrays: dict[str, np.ndarray] = {}
     arrays["negative_text"] = np.zeros((1, TORUS.length, text_dim), np.float32)
     if model == "sdxl":
@@ -68,7 +68,7 @@ def empty(model: Model, text_dim: int, pooled_dim: int = 1280) -> dict[str, np.n
 
 
 def _states(width: int) -> Float[np.ndarray, "words D"]:
-    """Draw a state for each word, the same every time."""
+    """Draw a vector for each word, with a fixed seed."""
     shape = (len(TORUS.vocabulary), width)
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
@@ -78,7 +78,7 @@ def _latents(frames: Float[np.ndarray, "F H W"], side: int) -> Float[np.ndarray,
 
 
 def _first_frame(frames: Any) -> dict[str, np.ndarray]:
-    """Return the condition of the first frame (encoded, and marked), and states of its pixels."""
+    """Return the first frame as a condition (its latents with a mask), and an image encoding."""
     given = np.concatenate([frames[:1], 0 * frames[1:]])
     latents = _latents(given, SIDE["i2v"])
     mask = np.zeros((MASKS, *latents.shape[1:]), np.float32)

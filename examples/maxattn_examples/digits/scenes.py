@@ -1,9 +1,9 @@
-"""What happens in a clip: which digits there are, of which colour, and how they move.
+"""The content of clips: which digits a clip shows, their colours, and how they move.
 
-A clip is a function of a seed and its number. Its digits and its colours differ from each other.
+A clip is a function of a seed and its number. Its digits and their colours differ.
 
-    bouncing    the digit moves on and is turned back by the edges
-    leaving     the digit leaves the picture, is gone for a while, and comes back to its first place
+    bouncing    the digit turns back at the edges
+    leaving     the digit leaves the picture, stays away, and comes back to its first place
     crossing    the digit moves from one edge to the other; two meet in one lane
 """
 
@@ -53,19 +53,19 @@ class Size(NamedTuple):
 
     @property
     def room(self) -> Float[np.ndarray, " 2"]:
-        """Rows and columns that the corner of a digit can be at."""
+        """The largest row and column of a digit's corner."""
         return np.array([self.height - self.digit, self.width - self.digit], np.float32)
 
 
 class Scene(NamedTuple):
-    """The digits of clips; the first ones are in front of the others.
+    """The digits of clips; the first ones are drawn in front.
 
     Args:
-        there: which of the digits there are.
+        there: whether the clip has this digit.
         colour, digit, path, way: as in the prompt.
         scan: number of the handwritten digit.
         start: row and column of the corner in the first frame.
-        speed: pixels a frame, at first.
+        speed: pixels per frame, at first.
     """
 
     there: Bool[Array, "B K"]
@@ -79,7 +79,7 @@ class Scene(NamedTuple):
 
     @property
     def numbers(self) -> Int[Array, "B K groups"]:
-        """The phrases of the prompts, as `SCENES.states` takes them."""
+        """The prompts as numbers of words, in the form that `SCENES.states` takes."""
         said = jnp.stack([self.colour, self.digit, self.path, self.way], -1)
         return jnp.where(self.there[..., None], said, -1)
 
@@ -91,13 +91,12 @@ class Scene(NamedTuple):
 
 
 def draw(seed: int, clips: Int[Array, " B"], scans: Scans, size: Size) -> Scene:
-    """Draw what happens in clips.
+    """Draw the content of clips.
 
     Args:
-        seed: of all clips.
-        clips: their numbers.
+        seed: shared by all clips.
+        clips: numbers of the clips.
         scans: the digits to choose from.
-        size: of a clip.
     """
     key = jax.random.key(seed)
     return jax.vmap(lambda clip: _one(jax.random.fold_in(key, clip), scans, size))(clips)
@@ -123,9 +122,9 @@ def _one(key: Array, scans: Scans, size: Size) -> Scene:
 def _movement(
     path: Array, way: Array, drawn: Float[Array, " 4"], size: Size
 ) -> tuple[Float[Array, " 2"], Float[Array, " 2"]]:
-    """Return the first corner and the speed of a digit.
+    """Return a digit's first corner and its speed.
 
-    Along the movement, places are counted from the edge that it comes from.
+    Distances along the movement are from the edge at which it starts.
     """
     step, room = jnp.asarray(STEPS)[way], jnp.asarray(size.room)
     along = jnp.abs(step)
@@ -169,12 +168,10 @@ Clips = Float[Array, "B F H W 3"]
 
 @partial(jax.jit, static_argnames="size")
 def render(scene: Scene, ink: Float[Array, "n 8 8"], size: Size) -> Clips:
-    """Draw clips, colours from 0 to 1.
+    """Render clips, colours from 0 to 1.
 
     Args:
-        scene: what happens in them.
         ink: of all scans, 0 to 1.
-        size: of a clip.
     """
     at = corners(scene, size)
     rows = _weights(at[..., 0], size.height, size.digit)
@@ -191,18 +188,18 @@ def render(scene: Scene, ink: Float[Array, "n 8 8"], size: Size) -> Clips:
 
 
 def _weights(corner: Float[Array, "B K F"], pixels: int, digit: int) -> Float[Array, "B K F P 8"]:
-    """Return how much each pixel of a digit's scan counts at each pixel of a side of the frame."""
+    """Return the interpolation weights from a scan's pixels to one side of the frame."""
     middle = (jnp.arange(pixels) + 0.5 - corner[..., None]) / (digit / SIDE) - 0.5
     return jnp.maximum(0, 1 - jnp.abs(middle[..., None] - jnp.arange(SIDE)))
 
 
 def to_model(clips: Clips) -> Clips:
-    """Return what the model learns, -1 to 1."""
+    """Scale colours to the model's range, -1 to 1."""
     return 2 * clips - 1
 
 
 def of_model(samples: Clips) -> Clips:
-    """Return colours from 0 to 1 of what the model drew."""
+    """Scale samples to colours from 0 to 1, clipped."""
     return jnp.clip((samples + 1) / 2, 0, 1)
 
 

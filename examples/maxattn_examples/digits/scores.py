@@ -1,16 +1,16 @@
-"""Scores of clips, one number a clip, so that ways of sampling are compared clip by clip.
+"""Score clips, with one number per clip, so that ways of sampling are compared clip by clip.
 
     digit       share of the prompt's digits that the classifier names
-    likelihood  logarithm of the probability of the prompt's digit, averaged over frames
-    margin      how much larger it is than that of the most likely other digit
+    likelihood  log-probability of the prompt's digit, averaged over frames
+    margin      its difference from that of the most likely other digit
     identity    share of hidden digits that are the same digit before and after
-    kept        correlation of what is seen of a hidden digit before and after
-    path        share of digits that move as they are told
+    kept        correlation of a hidden digit's squares before and after
+    path        share of digits that move as the prompt says
     stray       ink of colours that the prompt does not name
     flicker     mean difference of neighbouring frames
 
-A digit is hidden if it leaves, or crosses another one. One that is not seen has every digit as
-likely, is not the same, and moves nowhere.
+A digit is hidden if it leaves, or crosses another one. For a digit that is never visible all digits
+count as equally likely, and identity and path as failed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Scored:
     """The scores of clips.
 
     Args:
-        scores: by name, one number a clip.
-        features: of the classifier, of every digit in every frame where it is seen.
+        scores: by name, one number per clip.
+        features: the classifier's, for every digit in every frame in which it is visible.
     """
 
     scores: Scores
@@ -49,11 +49,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class Judge:
-    """Score clips of a size.
+    """Score clips of one size.
 
     Args:
-        size: of a clip.
-        seed: of the judge.
+        seed: of the classifier's fit.
     """
 
     size: Size
@@ -61,12 +60,12 @@ class Judge:
 
     @cached_property
     def layers(self) -> judge.Layers:
-        """The classifier, fitted to the scans that the video model learned from."""
+        """The classifier, fitted to the scans that the video model was trained on."""
         return judge.fitted(Scans.of("train"), self.size.digit, self.seed)
 
     @cached_property
     def accuracy(self) -> float:
-        """The share of other scans that the classifier names right."""
+        """The share of held-out scans that the classifier names correctly."""
         return judge.accuracy(self.layers, Scans.of("test"), self.size.digit)
 
     def score(self, clips: Clips, scene: Scene) -> Scored:
@@ -74,7 +73,7 @@ class Judge:
 
         Args:
             clips: colours from 0 to 1.
-            scene: what their prompts say.
+            scene: the digits and movements of their prompts.
         """
         seen = judge.look(clips, scene, self.size)
         named = judge.name(self.layers, seen.cut)
@@ -103,7 +102,7 @@ def flicker(clips: Float[np.ndarray, "B F H W C"]) -> Float[np.ndarray, " B"]:
 
 
 def _of_digits(logs: np.ndarray, shown: np.ndarray, digit: np.ndarray, there: np.ndarray) -> Scores:
-    """Return digit, likelihood and margin, from logarithms averaged over the frames seen."""
+    """Return digit, likelihood and margin, from log-probabilities averaged over visible frames."""
     count = np.maximum(1, shown.sum(-1))[..., None]
     seen: Any = shown.any(-1)
     logs = np.where(seen[..., None], (logs * shown[..., None]).sum(2) / count, UNSEEN)
@@ -118,14 +117,14 @@ def _of_digits(logs: np.ndarray, shown: np.ndarray, digit: np.ndarray, there: np
 
 
 def _ends(shown: Bool[np.ndarray, "B K F"], frames: slice) -> Bool[np.ndarray, "B K F"]:
-    """Return the frames of an end in which each digit is seen."""
+    """Return in which of these frames each digit is visible."""
     chosen = np.zeros_like(shown)
     chosen[..., frames] = shown[..., frames]
     return chosen
 
 
 def _same(logs: np.ndarray, before: np.ndarray, after: np.ndarray) -> Bool[np.ndarray, "B K"]:
-    """Return which digits are named alike before and after."""
+    """Return which digits are classified alike before and after."""
     named = [(logs * some[..., None]).sum(2).argmax(-1) for some in (before, after)]
     return (named[0] == named[1]) & before.any(-1) & after.any(-1)
 
@@ -133,7 +132,7 @@ def _same(logs: np.ndarray, before: np.ndarray, after: np.ndarray) -> Bool[np.nd
 def _correlation(
     cut: np.ndarray, before: np.ndarray, after: np.ndarray
 ) -> Float[np.ndarray, "B K"]:
-    """Return the correlation of a digit's mean squares before and after; 0 where it is not seen."""
+    """Correlate a digit's mean squares before and after; 0 if it is not visible."""
     means = []
     for some in (before, after):
         total = (cut.astype(np.float64) * some[..., None, None]).sum(2)

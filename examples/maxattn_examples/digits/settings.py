@@ -1,4 +1,4 @@
-"""The settings of digits: Wan's, with clips that are made while the model learns.
+"""The settings of digits: Wan's, with clips that are rendered during training.
 
 `configs/digits_large.yml` and `configs/wan_tiny_stream.yml` give a value and a reason for each key.
 """
@@ -19,7 +19,7 @@ from maxattn_examples.wan import settings as wan_settings
 
 
 class ClipData(Section):
-    """The clips, made while the model learns."""
+    """The clips, rendered during training."""
 
     source: Literal["digits", "torus"] = "digits"
     """Several coloured digits that cross, leave and come back; or one that moves for ever."""
@@ -49,7 +49,7 @@ class Distil(Section):
 
 
 class ClipTraining(wan_settings.TrainingSettings):
-    """Training on clips, or by a teacher."""
+    """Training on clips, or with a teacher."""
 
     distil: Distil | None = None
     """Learn few steps from a teacher; null: learn from the clips."""
@@ -60,14 +60,14 @@ class ClipTraining(wan_settings.TrainingSettings):
 
 
 class ClipSampling(wan_settings.SamplingSettings):
-    """Sampling of clips, and of the videos that training by forcing streams at its end."""
+    """Sampling of clips, and of the videos that are streamed after training with forcing."""
 
     per_prompt: Whole = 1  # pyright: ignore[reportIncompatibleVariableOverride]
     """Samples of each prompt; of a torus, 0 streams and judges nothing after training."""
 
 
 class ClipRollout(RolloutSettings):
-    """Streaming, and the videos that are streamed after training."""
+    """Streaming, with the videos that are streamed after training."""
 
     blocks: Count = 18
     """Blocks of each prompt's videos."""
@@ -78,7 +78,7 @@ class ClipRollout(RolloutSettings):
 
 
 class Settings(wan_settings.Settings):
-    """Wan's settings, with `data` that says how clips are made."""
+    """Wan's settings, with `data` for rendered clips."""
 
     data: ClipData = ClipData()  # pyright: ignore[reportIncompatibleVariableOverride]
     """The clips."""
@@ -91,12 +91,12 @@ class Settings(wan_settings.Settings):
 
     @property
     def on_torus(self) -> bool:
-        """Whether there is one digit, which moves for ever."""
+        """Whether clips show one digit that moves for ever."""
         return self.data.source == "torus"
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse forcing on clips that it was not made for, and sinks that no clip has."""
+        """Refuse forcing on clips that do not support it, and sinks longer than a clip."""
         yield from super().contradictions(values)
         data, training, rollout = (values[name] for name in ("data", "training", "rollout"))
         size, forced = rollout.frames_per_block, training.forcing
@@ -120,7 +120,7 @@ class Settings(wan_settings.Settings):
 
 
 def describes_clips(path: str, overrides: Sequence[str]) -> bool:
-    """Check whether a file with overrides has clips that are made: its data has a `source`."""
+    """Check whether a file or its overrides set `data.source`, so that clips are rendered."""
     if any(override.partition("=")[0].strip() == "data.source" for override in overrides):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Streams every prompt from a trained model, judges the videos, and shows a run that must fail."""
+"""Stream every prompt from a trained model, judge the videos, and show a run that must fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LABELS = {
 
 @sharding.inside_auto_axes()
 def demo(model: WanTransformer3D, settings: Settings) -> dict[str, Drift]:
-    """Stream, judge, print and write; return the numbers of every run by its name."""
+    """Stream, judge, print and write; return the drift of every run by name."""
     hosts.alone("the demo of streaming")
     how, each = settings.rollout, settings.sampling.per_prompt
     every, size = list(ALL), how.frames_per_block
@@ -67,7 +67,7 @@ def demo(model: WanTransformer3D, settings: Settings) -> dict[str, Drift]:
 
 
 def draw(model: WanTransformer3D, prompt: str, settings: Settings) -> None:
-    """Stream one prompt for as long as the long videos."""
+    """Stream one prompt, as many blocks as for the long videos."""
     prompts, how = [prompt] * max(1, settings.sampling.per_prompt), settings.rollout
     videos = stream(model, prompts, how.long_blocks or how.blocks, settings)
     path = Path(settings.training.output_dir) / f"{prompt.replace(' ', '_') or 'no_prompt'}.gif"
@@ -84,11 +84,10 @@ def stream(
     """Stream a video for each prompt.
 
     Args:
-        model: trained by forcing.
+        model: trained with forcing.
         prompts: of `TORUS`.
-        blocks: of each video.
-        settings: how.
-        switch: the block before which the prompts change, and the prompts from there on.
+        blocks: number of blocks per video.
+        switch: the block before which the prompts change, and the prompts from then on.
 
     Returns:
         Ink from 0 to 16.
@@ -105,7 +104,7 @@ def stream(
 
 
 def rollout_of(model: WanTransformer3D, settings: Settings) -> Rollout:
-    """Return how videos are made: Euler steps, a clean pass, guidance as rows of one batch."""
+    """Return the rollout: Euler steps, a clean pass, guidance as batch rows."""
     said, canvas, seed = settings.rollout, settings.data.canvas, settings.sampling.seed
     how = Denoising(
         said.denoising_steps,
@@ -129,19 +128,19 @@ def rollout_of(model: WanTransformer3D, settings: Settings) -> Rollout:
 
 
 def told(model: WanTransformer3D, prompts: Sequence[str], rows: int) -> Any:
-    """Encode prompts, behind as many empty ones where there is guidance."""
+    """Encode prompts; with guidance, put as many empty ones before them."""
     return model.encode(jnp.asarray(TORUS.encode([*[""] * len(prompts) * (rows - 1), *prompts])))
 
 
 def _of_all_kinds() -> list[str]:
-    """Choose prompts in which digits and directions vary."""
+    """Choose prompts with different digits and directions."""
     return [TORUS.prompt_of([(n % len(DIGITS), n % 4)]) for n in range(SHOWN)]
 
 
 def _switched(
     model: WanTransformer3D, judge: TorusJudge, settings: Settings, folder: Path
 ) -> dict[str, Drift]:
-    """Change the prompt of every prompt's video in the middle, to another digit."""
+    """Stream every prompt, and change it to another digit in the middle."""
     at, size, before = settings.rollout.switch_block, settings.rollout.frames_per_block, list(ALL)
     after = [TORUS.prompt_of([((digit + FURTHER) % 10, way)]) for digit, way in ALL.values()]
     videos = stream(model, before, at + max(at, SOON), settings, (at, after))
@@ -156,7 +155,7 @@ def _switched(
 
 
 def _plot(found: Mapping[str, Drift], path: Path, switch: int) -> Path:
-    """Draw a panel for each number, a line for each run, and where the prompt changes."""
+    """Plot one panel per measure and one line per run; mark where the prompt changes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")

@@ -1,6 +1,6 @@
-"""What models of digits learn: Wan's velocities, of clips made in the step itself.
+"""Train Wan's velocities on clips of digits, which each training step renders.
 
-A batch is numbers of clips alone: a device draws and renders them, so that it waits for nothing.
+A batch has only clip numbers: devices draw and render the clips, so they wait for no data.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SCALE = 4  # pixels of a file for one of a clip
 
 @dataclass
 class Clips:
-    """Offer numbers of clips, one after the other and without end.
+    """An endless data set of clip numbers.
 
     Args:
-        shapes: of the arrays that are made of a number.
+        shapes: of the arrays that are rendered from a number.
         language: of the prompts.
-        fingerprint: which clips there are.
+        fingerprint: identifies the clips.
     """
 
     shapes: Shapes
@@ -63,7 +63,7 @@ class Clips:
 
     @property
     def empty(self) -> dict[str, np.ndarray]:
-        """The states of the empty prompt."""
+        """The zeros that replace the text of some examples."""
         return {"text": np.zeros((self.language.length, self.language.width), np.float32)}
 
 
@@ -80,28 +80,28 @@ class ClipTask(WanTask):
 
     @cached_property
     def size(self) -> Size:
-        """The sizes of a clip of several digits."""
+        """The sizes of a clip with several digits."""
         return size_of_clips(self.settings, self.sizes)
 
     @cached_property
     def scans(self) -> Scans:
-        """The digits that are trained on."""
+        """The handwritten digits to train on."""
         return Scans.of("train")
 
     @property
     def seen(self) -> int:
-        """The frames of a clip that a step sees."""
+        """The number of frames of a clip that a training step uses."""
         data = self.settings.data
         return data.frames if self.settings.on_torus else data.frames_seen or self.size.frames
 
     @cached_property
     def places(self) -> Float[np.ndarray, "F h w P"]:
-        """The channels that say where on a torus a token is."""
+        """The channels that encode a token's place on a torus."""
         block = self.frames_per_block or self.seen
         return torus.places(self.seen, block, self.settings.data.canvas)
 
     def source(self) -> Clips:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Offer the clips."""
+        """Return the data set of clips."""
         data, seed = self.settings.data, self.settings.training.seed
         if not self.settings.on_torus:
             shape = (3, self.seen, self.size.height, self.size.width)
@@ -117,11 +117,11 @@ class ClipTask(WanTask):
         return Clips(shapes | {"text": (TORUS.length, TORUS.width)}, TORUS, name)
 
     def sampling_task(self) -> ClipSamplingTask:
-        """Return what calls the transformer in sampling."""
+        """Return the task that samples with the transformer."""
         return ClipSamplingTask(self.settings, self.sizes, Path())
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield clips that the transformer cannot take, and settings that fit no clips."""
+        """Yield an error if clips do not fit the transformer or the settings."""
         yield from super().shape_errors(shapes)
         data, model, wanted = self.settings.data, self.settings.model, self.channels
         for key, value in wanted.items():
@@ -142,7 +142,7 @@ class ClipTask(WanTask):
 
     @property
     def channels(self) -> dict[str, int]:
-        """The sizes of the model that clips and prompts set."""
+        """The model's sizes that follow from clips and prompts."""
         if not self.settings.on_torus:
             return {"in_channels": 3, "out_channels": 3, "text_dim": SCENES.width}
         out = torus.SQUARE**2
@@ -150,7 +150,7 @@ class ClipTask(WanTask):
         return {"in_channels": own, "out_channels": out, "text_dim": TORUS.width}
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
-        """Make the clips; draw times and noise; replace some prompts by the empty one."""
+        """Render clips; draw times and noise; replace some prompts by the empty one."""
         for_clips, for_noise = jax.random.split(key)
         if self.settings.on_torus:
             return self._on_torus(batch, empty, for_clips, for_noise)
@@ -158,7 +158,7 @@ class ClipTask(WanTask):
         return super().noised(made, empty, for_noise) | more
 
     def made(self, batch: Arrays, key: Array) -> tuple[Arrays, Arrays]:
-        """Make clips of several digits, and their texts; return beside them positions, if any."""
+        """Render clips of several digits with their texts; return also positions, if any."""
         scene = scenes.draw(self.settings.training.seed, batch["clip"], self.scans, self.size)
         x = scenes.to_model(scenes.render(scene, scenes.scans_here(self.scans), self.size))
         more: Arrays = {}
@@ -168,7 +168,7 @@ class ClipTask(WanTask):
         return {"latents": jnp.moveaxis(x, -1, 1), "text": SCENES.states(scene.numbers)}, more
 
     def _on_torus(self, batch: Arrays, empty: Arrays, key: Array, for_noise: Array) -> Arrays:
-        """Make clips of one digit, and what forcing needs of them."""
+        """Render clips of one digit, with the inputs that forcing needs."""
         said, data, count = self.settings.training, self.settings.data, len(batch["clip"])
         for_texts, for_turns, for_switches = jax.random.split(key, 3)
         clip, ink = torus.draw(said.seed, batch["clip"], self.scans.first, data), self.scans.ink
@@ -204,7 +204,7 @@ class ClipTask(WanTask):
 
 
 def some_frames(key: Array, size: Size, seen: int) -> Array:
-    """Draw the numbers of some frames of a clip, in their order."""
+    """Draw numbers of some frames of a clip, in ascending order."""
     return jnp.sort(jax.random.permutation(key, size.frames)[:seen])
 
 
@@ -213,19 +213,13 @@ def some_frames(key: Array, size: Size, seen: int) -> Array:
 
 @dataclass(frozen=True)
 class ClipSamplingTask(WanSamplingTask):
-    """Draw clips of digits with Wan's transformer.
-
-    Args:
-        settings: of everything.
-        sizes: of the model.
-        folder: the model's.
-    """
+    """Sample clips of digits with Wan's transformer."""
 
     settings: Settings  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def needs_torch(self) -> tuple[str, ...]:
-        """Nothing."""
+        """The parts that need torch: none."""
         return ()
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
@@ -237,12 +231,12 @@ class ClipSamplingTask(WanSamplingTask):
         return arrays
 
     def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
-        """Return videos: the latents are pixels."""
+        """Return the latents, which are pixels, as videos."""
         del folder
         return list(media.to_pixels(np.moveaxis(latents, 1, -1)).repeat(SCALE, 2).repeat(SCALE, 3))
 
 
 def size_of_clips(settings: Settings, sizes: Sizes) -> Size:
-    """Return the sizes of a clip: those that are drawn."""
+    """Return the sizes of a clip that the settings give for sampling."""
     _, frames, height, width = ClipSamplingTask(settings, sizes, Path()).latents
     return Size(frames, height, width, settings.data.digit)

@@ -1,7 +1,7 @@
-"""One handwritten digit that moves for ever: the opposite edges of the canvas are joined.
+"""One handwritten digit that moves for ever: opposite edges of the canvas are joined.
 
-Each frame is the one before it, rolled, so that where a digit is at any frame is known. Latents are
-the pixels of squares, so that the picture comes back exactly.
+Each frame is the one before it, rolled, so the digit's place in any frame is known. Latents are the
+pixels of squares, so decoding is exact.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def load(split: Split) -> tuple[UInt8[np.ndarray, "n 8 8"], Int[np.ndarray, " n"
 
 
 class Scans(NamedTuple):
-    """Handwritten digits, in the order of their labels.
+    """Handwritten digits, sorted by label.
 
     Args:
         ink: 0 to 1.
-        first: number of each label's first scan, and one more.
+        first: index of each label's first scan, then the number of scans.
     """
 
     ink: Float[np.ndarray, "n 8 8"]
@@ -51,7 +51,7 @@ class Scans(NamedTuple):
 
     @classmethod
     def of(cls, split: Split) -> Scans:
-        """Load those of a split: "train", or "test", which no model was trained on."""
+        """Load one split: "train", or "test", which no model is trained on."""
         scans, labels = load(split)
         first = np.cumsum([0, *np.bincount(labels, minlength=10)])
         return cls((scans[np.argsort(labels, kind="stable")] / INK).astype(np.float32), first)
@@ -61,12 +61,12 @@ class Scans(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """What happens in clips.
+    """The content of clips.
 
     Args:
         digit, way: as in the prompt.
         scan: number of the handwritten digit.
-        before: number of a scan of another digit, which a clip may have shown before.
+        before: number of a scan of another digit, for clips whose prompt changes.
         start: pixels between the edge and the digit in the first frame, along its movement.
     """
 
@@ -78,12 +78,12 @@ class Clip(NamedTuple):
 
 
 def draw(seed: int, clips: Int[Array, " B"], first: Int[np.ndarray, " 11"], data: ClipData) -> Clip:
-    """Draw what happens in clips.
+    """Draw the content of clips.
 
     Args:
-        seed: of all clips.
-        clips: their numbers.
-        first: number of each label's first scan, and one more.
+        seed: shared by all clips.
+        clips: numbers of the clips.
+        first: `Scans.first`.
         data: canvas, and the places that a digit may start from.
     """
 
@@ -107,7 +107,7 @@ def draw(seed: int, clips: Int[Array, " B"], first: Int[np.ndarray, " 11"], data
 def render(
     scans: Float[Array, "B 8 8"], clip: Clip, data: ClipData, frames: int
 ) -> Float[Array, "B F H W"]:
-    """Draw scans that move as clips say, -1 (paper) to 1 (ink)."""
+    """Render scans that move as the clips require, -1 (paper) to 1 (ink)."""
     room, canvas = data.canvas - SIDE, data.canvas
     pad = (0, 0), (0, room), (0, room)
     at, step = jnp.arange(canvas), jnp.asarray(STEPS)[clip.way]  # [B, 2]
@@ -120,7 +120,7 @@ def render(
 
 
 def to_latents(video: Float[Array, "B F H W"]) -> Float[Array, "B F h w C"]:
-    """Take the pixels of each square for channels."""
+    """Turn the pixels of each square into channels."""
     return rearrange(video, "B F (h y) (w x) -> B F h w (y x)", y=SQUARE, x=SQUARE)
 
 
@@ -131,10 +131,10 @@ def to_ink(latents: Float[np.ndarray, "B F h w C"]) -> Float[np.ndarray, "B F H 
 
 
 def places(frames: int, block: int, canvas: int) -> Float[np.ndarray, "F h w P"]:
-    """Return channels that say which frame of its block, row and column a token is in.
+    """Return channels that encode a token's frame within its block, its row and its column.
 
-    In pure noise all tokens look alike, and RoPE knows no more than their distances: without these
-    channels, left and right are told apart late or never.
+    In pure noise all tokens are alike, and RoPE encodes only distances: without these channels, a
+    model learns to tell left from right late or never.
     """
     side, twice = canvas // TOKEN, canvas // SQUARE
     row = np.eye(side)[np.arange(twice) * SQUARE // TOKEN]
@@ -153,17 +153,16 @@ def places(frames: int, block: int, canvas: int) -> Float[np.ndarray, "F h w P"]
 def switched(
     key: Array, video: Array, before: Array, share: Float[Array, " B"], stream: ma.Stream
 ) -> Array:
-    """Show another digit in the frames before a block that is drawn, in some of the clips.
+    """In some clips, show another digit in the frames before a random block.
 
-    After a change of prompt a rollout runs the frames that it keeps again under the new prompt: a
-    block has the new prompt, and behind it frames of the old digit, or of both.
+    After a change of prompt, a rollout recomputes the frames in its cache under the new prompt: a
+    block then attends to frames of the old digit, or of both.
 
     Args:
-        key: of what is drawn.
-        video: clips of the digits that the prompts say.
+        video: clips of the prompts' digits.
         before: clips of other digits, at the same places.
-        share: how likely each clip changes.
-        stream: the blocks; the first one never shows the digit after a change.
+        share: probability of a change, for each clip.
+        stream: gives the blocks; a change is never before the first one.
     """
     count, frames = video.shape[:2]
     for_some, for_block = jax.random.split(key)
@@ -176,17 +175,16 @@ def switched(
 def turned(
     key: Array, shape: Sequence[int], turn: int, most: int, stream: ma.Stream
 ) -> Int[Array, "B F"]:
-    """Number the frames after the sink some whole turns of the torus further on.
+    """In some clips, number the frames after the sink as if whole turns of the torus had passed.
 
-    The longer a video, the further away is its sink. A digit is back where it was after a turn, so
-    clips that are short teach sinks of any distance.
+    In a long video the sink is far away. After a turn a digit is back at its place, so short clips
+    can teach a sink at any distance.
 
     Args:
-        key: of what is drawn.
         shape: clips and frames.
         turn: frames in which a digit comes back to its place.
-        most: frames of all turns.
-        stream: says the sink.
+        most: largest number of frames to skip.
+        stream: gives the sink.
     """
     for_turns, for_some = jax.random.split(key)
     turns = jax.random.randint(for_turns, (shape[0], 1), 0, most // turn + 1)
@@ -199,7 +197,7 @@ def turned(
 
 
 def centre(frames: Frames) -> Float[np.ndarray, "... 2"]:
-    """Return row and column of the centre of ink: the angle of the first Fourier coefficient."""
+    """Return row and column of the centre of ink: the phase of the first Fourier coefficient."""
     size = frames.shape[-1]
     waves = np.exp(2j * np.pi * np.arange(size) / size)
     both = (frames.sum(-1) * waves).sum(-1), (frames.sum(-2) * waves).sum(-1)
@@ -207,12 +205,12 @@ def centre(frames: Frames) -> Float[np.ndarray, "... 2"]:
 
 
 def apart(pixels: Float[np.ndarray, "..."], size: int) -> Float[np.ndarray, "..."]:
-    """Return distances the short way around, from -size/2 to size/2."""
+    """Return distances the short way around the torus, from -size/2 to size/2."""
     return (pixels + size / 2) % size - size / 2
 
 
 def unrolled(frames: Frames) -> Frames:
-    """Roll every frame so that its centre of ink lies in the middle of the canvas."""
+    """Roll every frame so that its centre of ink is in the middle of the canvas."""
     size = frames.shape[-1]
     flat = frames.reshape(-1, size, size)
     shifts = np.round((size - 1) / 2 - centre(flat)).astype(int)

@@ -1,11 +1,11 @@
-"""Two small languages of prompts, and the states that a text encoder would give for them.
+"""Two small languages for prompts, and a text encoder's states for them.
 
     SCENES   "a red three leaving left and a blue seven bouncing up"
     TORUS    "a seven moving left"
 
-A phrase names one digit. Each of its words has a state: the word's own vector, the words that stand
-beside it, and the number of the phrase. Articles, "and" and "moving" have no state, and the empty
-prompt has states of zeros.
+A phrase names one digit. Each of its words has a state: the word's own vector, the other words of
+the phrase, and the number of the phrase. Articles, "and" and "moving" have no state, and the states
+of the empty prompt are zeros.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Language:
     """Prompts of a closed vocabulary.
 
     Args:
-        form: of a phrase, with {} for each of its words.
-        groups: the words that may stand in each place.
-        most: phrases of a prompt.
+        form: a phrase with {} for each of its words.
+        groups: the words allowed in each place.
+        most: largest number of phrases in a prompt.
         example: a prompt, for errors.
     """
 
@@ -58,12 +58,12 @@ class Language:
 
     @property
     def length(self) -> int:
-        """The states of a prompt."""
+        """The number of states of a prompt."""
         return self.most * len(self.groups)
 
     @property
     def width(self) -> int:
-        """The numbers of a state."""
+        """The length of a state."""
         return 2 * len(self.vocabulary) + self.most
 
     @cached_property
@@ -71,16 +71,16 @@ class Language:
         return {"a", "an", *self.form.replace("{}", "").split()}
 
     def prompt_of(self, phrases: Sequence[Phrase]) -> str:
-        """Write the prompt of these phrases."""
+        """Write phrases as a prompt."""
         words = ([group[i] for group, i in zip(self.groups, p, strict=True)] for p in phrases)
         said = (self.form.format(*some).replace("a eight", "an eight") for some in words)
         return " and ".join(said)
 
     def read(self, prompt: str) -> list[Phrase]:
-        """Read a prompt; the empty one has no phrases.
+        """Parse a prompt; the empty one has no phrases.
 
         Raises:
-            InputError: it is not written as `prompt_of` writes it.
+            InputError: the prompt does not have the form that `prompt_of` writes.
         """
         parts = [words for words in prompt.lower().split(" and ") if words.strip()]
         phrases, form = [self._phrase(words, prompt) for words in parts], self._remedy
@@ -110,7 +110,7 @@ class Language:
         return [f"({' or '.join(group[:2])}, ...)" for group in self.groups]
 
     def numbers(self, prompts: Sequence[str]) -> Int[np.ndarray, "B phrases groups"]:
-        """Return prompts as phrases of numbers, -1 where there is no phrase; raises as `read`."""
+        """Return prompts as word numbers, -1 for a missing phrase; raises as `read`."""
         numbers = np.full((len(prompts), self.most, len(self.groups)), -1, np.int32)
         for row, prompt in zip(numbers, prompts, strict=True):
             for place, phrase in enumerate(self.read(prompt)):
@@ -122,7 +122,7 @@ class Language:
         return np.asarray(self.states(jnp.asarray(self.numbers(prompts))))
 
     def states(self, numbers: Int[Array, "B phrases groups"]) -> Float[Array, "B S D"]:
-        """Return the states of prompts that are given as `numbers` writes them."""
+        """Return the states of prompts that `numbers` has parsed."""
         there = (numbers[..., :1] >= 0)[..., None]
         first = np.cumsum([0, *map(len, self.groups[:-1])])
         own = jax.nn.one_hot(numbers + first, len(self.vocabulary))

@@ -1,4 +1,4 @@
-"""Flux's blocks: double ones, where text and picture have weights of their own, and single ones.
+"""Flux's blocks: double ones, with separate weights for text and picture, and single ones.
 
     double:  (shift1, scale1, gate1, shift2, scale2, gate2) = linear(silu(e)), for x and c each
              x', c' = joint attention of norm(x) * (1 + scale1) + shift1 and of the same of c
@@ -6,8 +6,8 @@
     single:  (shift, scale, gate) = linear(silu(e));  y = norm(x) * (1 + scale) + shift
              x += gate * proj_out([attention(y), gelu(proj_mlp(y))])
 
-Axes: B batch, T tokens of the picture (of a single block: of the text, then the picture), S of the
-text, D width. Parameter names are those of diffusers.
+Axes: B batch, T tokens of the picture (in a single block: of the text, then the picture), S tokens
+of the text, D width. Parameter names are those of diffusers.
 
 Source: Flux.1, https://github.com/black-forest-labs/flux
 """
@@ -36,10 +36,10 @@ Parts = list[ModulationRow]
 
 
 class Modulation(nnx.Module):
-    """Norm without parameters, and what an embedding says about scale, shift and gates.
+    """A norm without parameters, and the shift, scale and gates computed from an embedding.
 
     Args:
-        parts: how many vectors of D it says.
+        parts: number of vectors [D].
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Modulation(nnx.Module):
         self.norm = norm32(dim, EPS, False, rngs)
 
     def __call__(self, e: Float[Array, "B D"]) -> Parts:
-        """Return the vectors in the order of the file."""
+        """Return the vectors in the order of diffusers' weights."""
         table = sharding.constrain(self.linear(nnx.silu(e)), self.mesh, "B.")
         return list(rows_of(rearrange(table, "B (R D) -> B 1 R D", R=self.parts)))
 
@@ -62,7 +62,7 @@ class FluxBlock(nnx.Module):
 
     Args:
         heads: N; a head has D / N channels.
-        dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
+        dtype: of the computation, default float32; norms, modulation and softmax are always
             float32.
     """
 
@@ -96,12 +96,12 @@ class FluxBlock(nnx.Module):
         rotary: ma.Rotary,
         add: bool = True,
     ) -> tuple[Any, Any]:
-        """Return the picture's and the text's new tokens.
+        """Return the new tokens of the picture and of the text.
 
         Args:
-            x: the picture's, [B, T, D], with or without a branch that is to be added.
+            x: the picture's, [B, T, D], perhaps with a branch that is not added yet.
             text: the text's, [B, S, D], likewise.
-            add: False: the last branches are left for the next norms to add. Default True.
+            add: False leaves the last branches for the next norms to add. Default True.
         """
         mine, theirs = self.norm1(e), self.norm1_context(e)
         x, y = residual(x).normed(self.norm1.norm, mine[1], mine[0], self.mesh)
@@ -118,7 +118,7 @@ class FluxBlock(nnx.Module):
     def _attend(
         self, x: Tokens, text: Tokens, rotary: ma.Rotary, add: bool
     ) -> tuple[tuple[Tokens, Any], tuple[Tokens, Any]]:
-        """Return what picture and text attend to, each with a bias that is not in it yet."""
+        """Return the attention of picture and text, each with an output bias left to add."""
         if not add:
             return self.attn.without_out_bias(x, text, rotary)
         y, text_y = self.attn(x, text, rotary_emb=rotary)
@@ -143,9 +143,9 @@ class FluxSingleBlock(nnx.Module):
 
     Args:
         heads: N; a head has D / N channels.
-        apart: True: the last projection takes attention's and the feed-forward layer's channels
-            without joining them, which saves a GPU a copy. Default False.
-        how: dtype and param_dtype; norms, modulation and softmax are float32 whatever they are.
+        apart: True multiplies attention's and the feed-forward layer's channels by the last kernel
+            without concatenating them, which saves a copy on GPUs. Default False.
+        how: dtype and param_dtype; norms, modulation and softmax are always float32.
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class FluxSingleBlock(nnx.Module):
         """Return the new tokens.
 
         Args:
-            x: text and picture, [B, T, D], with or without a branch that is to be added.
-            add: False: the branch is left for the next norm to add. Default True.
+            x: text and picture, [B, T, D], perhaps with a branch that is not added yet.
+            add: False leaves the branch for the next norm to add. Default True.
         """
         shift, scale, gate = self.norm(e)
         x, y = residual(x).normed(self.norm.norm, scale, shift, self.mesh)
@@ -204,7 +204,7 @@ def positions(
 
     Args:
         height, width: tokens of the picture; T is their product.
-        axes: channels of a head that turn with time, row and column.
+        axes: rotated channels of a head, for time, row and column.
     """
     grid = np.meshgrid([0], np.arange(height), np.arange(width), indexing="ij")
     picture = np.stack(grid, -1).reshape(-1, 3)

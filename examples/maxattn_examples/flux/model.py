@@ -1,4 +1,4 @@
-"""Flux.1's transformer: from noisy latents, their time, a text and a guidance to a velocity.
+"""Flux.1's transformer: predict a velocity from noisy latents, time, text and guidance.
 
     e = time + guidance + pooled text;  c = text;  x = 2 x 2 patches of the latents
     x, c = double blocks(x, c, e);  [c, x] = single blocks([c, x], e)
@@ -41,10 +41,10 @@ GUIDANCE_UNIT = 1000.0  # sinusoids are of times up to 1000, and of guidance tim
 
 
 class FluxConditions(nnx.Module):
-    """Embed times, guidance and pooled texts, and add them up.
+    """Sum the embeddings of time, guidance and pooled text.
 
     Args:
-        how: dtype and param_dtype; the embedders of numbers compute in float32 whatever they are.
+        how: dtype and param_dtype; times and guidance are always embedded in float32.
     """
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
@@ -62,7 +62,7 @@ class FluxConditions(nnx.Module):
     def __call__(
         self, t: Float[Array, " B"], pooled: Float[Array, "B P"], guidance: Array | None
     ) -> Float[Array, "B D"]:
-        """Return one embedding of the inputs of a whole picture: time, guidance and pooled text."""
+        """Return the sum of the embeddings of time, guidance and pooled text."""
         numbers = self.timestep_embedder(sinusoids(t, FREQUENCIES))
         if self.guidance_embedder is not None and guidance is not None:
             said = sinusoids(GUIDANCE_UNIT * guidance, FREQUENCIES)
@@ -75,12 +75,12 @@ class FluxTransformer2D(nnx.Module):
 
     Args:
         sizes: `SIZES[...]`, or `Sizes.of_folder(...)`.
-        config: attention's settings; its `remat_policy` governs what a training step keeps of each
-            block.
-        dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
+        config: attention's settings; its `remat_policy` chooses what each block saves in training.
+        dtype: of the computation, default float32; norms, modulation and softmax are always
             float32.
-        scan_layers: True (default): the blocks are stacked along an axis and scanned, so that they
-            compile once. False: each is compiled, and has its own weights.
+        scan_layers: True (default) stacks the blocks' parameters and scans, so that a block
+            compiles
+            once. False compiles each block, with weights of its own.
     """
 
     diffusers_names: ClassVar[dict[str, str]] = {"conditions": "time_text_embed"}
@@ -130,10 +130,10 @@ class FluxTransformer2D(nnx.Module):
         """Predict the velocity.
 
         Args:
-            t: times, 0 (clean) to 1000 (noise), of each picture.
+            t: time of each picture, 0 (clean) to 1000 (noise).
             text: states of the T5 encoder, [B, S, joint_attention_dim].
-            pooled: the CLIP encoder's one vector, [B, pooled_projection_dim].
-            guidance: of each picture, where the model takes one; 3.5 is usual.
+            pooled: pooled vector of the CLIP encoder, [B, pooled_projection_dim].
+            guidance: of each picture, if `guidance_embeds`; 3.5 is usual.
         """
         self._check(latents, text, pooled, guidance)
         _, height, width, _ = latents.shape
@@ -152,7 +152,7 @@ class FluxTransformer2D(nnx.Module):
         return rearrange(x, "B (H W) (C h w) -> B (H h) (W w) C", **grid)
 
     def _layers(self, e: Array, rotary: ma.Rotary) -> Layers:
-        """Return the double blocks, and then the single ones, as one row of layers."""
+        """Return the double blocks, then the single ones, as one sequence of layers."""
         double = ma.remat(FluxBlock.__call__, self.config)
         single = ma.remat(FluxSingleBlock.__call__, self.config)
 

@@ -1,4 +1,4 @@
-"""Flux.1 in sampling: the size of a picture, inputs of the transformer, encoders, attention."""
+"""Sampling with Flux.1: picture size, encoders, the transformer's inputs, attention plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .sizes import PATCH, Sizes
 
 @dataclass(frozen=True)
 class FluxSamplingTask(PictureTask):
-    """Draw pictures with a Flux.1 transformer."""
+    """Sample pictures with a Flux.1 transformer."""
 
     settings: Settings
     sizes: Sizes
@@ -35,28 +35,28 @@ class FluxSamplingTask(PictureTask):
 
     @property
     def layers(self) -> int:
-        """How many layers the transformer has, double and single ones."""
+        """The number of layers, double and single ones."""
         return self.sizes.num_layers + self.sizes.num_single_layers
 
     @property
     def embedded_guidance(self) -> float | None:
-        """The guidance that FLUX.1-dev is told; None of schnell, which is told none."""
+        """The guidance input of FLUX.1-dev; None for schnell, which has no such input."""
         scale = self.settings.sampling.guidance_scale
         usual = GUIDANCE if scale is None else scale
         return usual if self.sizes.guidance_embeds else None
 
     @property
     def latents(self) -> tuple[int, ...]:
-        """[C, h, w] of one picture."""
+        """The shape [C, h, w] of one picture's latents."""
         return (self.sizes.channels, *self.sides())
 
     def sampler(self) -> Sampler:
-        """Choose the sampler, as the pipeline, the size of the picture and the settings say."""
+        """The sampler that pipeline, picture size and settings give."""
         sampling, count = self.settings.sampling, tokens(self.latents)
         return sampling.sampler_of(str(self.folder), self.sizes, count)
 
     def size_errors(self) -> Iterable[ConfigError]:
-        """Yield sides that tokens do not divide, and a guidance that the model is not told."""
+        """Yield an error for sides that tokens do not divide, and for an unused guidance."""
         units = (self.scale * PATCH,) * 2
         yield from self.undivided(units, "it is a multiple of {unit}, the pixels of a token")
         yield from self._guidance_errors()
@@ -75,7 +75,7 @@ class FluxSamplingTask(PictureTask):
             yield ConfigError("sampling.guidance_scale", scale, rule, remedy)
 
     def expected(self, guided: bool) -> dict[str, Form]:
-        """Return text and pooled text."""
+        """Return the forms of text and pooled text."""
         sizes = self.sizes
         return self.texts(sizes.joint_attention_dim, sizes.pooled_projection_dim, guided)
 
@@ -101,7 +101,7 @@ class FluxSamplingTask(PictureTask):
         return model(x, t, *told)
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
-        """Plan the attention of text and picture together."""
+        """Plan the joint attention of text and picture."""
         return plans(self.settings, self.sizes, rows, self.latents, lengths["text"], mesh)
 
 
@@ -119,15 +119,12 @@ def plans(
     text: int,
     mesh: jax.sharding.Mesh | None,
 ) -> dict[str, ma.Plan]:
-    """Plan the attention of text and picture together, the same in every block, for training too.
+    """Plan the joint attention of text and picture, the same in every block, for training too.
 
     Args:
-        settings: of attention and of the model.
-        sizes: of the model.
-        batch: pictures in one call of the model.
-        latents: [C, h, w] of one.
+        batch: pictures in one model call.
+        latents: [C, h, w] of one picture.
         text: tokens of a prompt.
-        mesh: that it runs on.
     """
     heads = (sizes.num_attention_heads, sizes.attention_head_dim)
     shape = (batch, text + tokens(latents), *heads)
@@ -144,9 +141,8 @@ def encode(
 
     Args:
         folder: with tokenizer, text_encoder (CLIP), tokenizer_2 and text_encoder_2 (T5).
-        prompts: a batch, for both encoders.
         negative_prompt: None is the empty prompt.
-        tokens: of every prompt for T5; what is longer is cut. CLIP's length is its tokenizer's.
+        tokens: length for T5, to which prompts are padded or cut; CLIP's tokenizer has its own.
         device: cpu or cuda.
     """
     every = [*prompts, negative_prompt or ""]

@@ -1,6 +1,6 @@
-"""The settings of Flux.1: those of attention, and four sections of its own.
+"""The settings of Flux.1: those of attention, and the sections model, data, training, sampling.
 
-The same YAML file trains (examples/train.py flux) and draws (examples/generate.py flux).
+The same YAML file trains (examples/train.py flux) and samples (examples/generate.py flux).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0}  # as FLUX.1-schnell i
 
 
 class ModelSettings(NamedModel):
-    """The transformer, by its folder or its sizes, and its dtypes."""
+    """The transformer, given by its folder or its sizes, and its dtypes."""
 
     known: ClassVar[dict[str, Any]] = SIZES
     repositories: ClassVar[dict[str, str]] = REPOSITORIES
@@ -43,7 +43,7 @@ class ModelSettings(NamedModel):
 
 
 class TrainingSettings(FlowTraining):
-    """Training by flow matching, and how its times are drawn."""
+    """Training by flow matching, with the distribution of its times."""
 
     timestep_shift: Positive = 1.0
     """Moves times t to shift t / (1 + (shift - 1) t): above 1, more of the noisy ones."""
@@ -76,7 +76,7 @@ class SamplingSettings(FlowSampling):
     """Tokens of a prompt for the T5 encoder; schnell was trained with 256."""
 
     def sampler_of(self, folder: str | None, sizes: Sizes, tokens: int = 0) -> Sampler:
-        """Choose the sampler of a picture with so many tokens; the model's usual without a file."""
+        """Return the sampler for `tokens`; without a folder, the usual one of the sizes."""
         how = self.sampler_changes
         found = read(folder, "even_flow", self.sampler, self.timestep_shift, **how).of_tokens(
             tokens

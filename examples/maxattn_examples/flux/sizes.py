@@ -25,11 +25,11 @@ class Sizes:
         num_attention_heads, attention_head_dim: N and H; the width D is their product.
         num_layers: double blocks.
         num_single_layers: single blocks.
-        in_channels: of a token: those of the latents, times the latents of a patch.
+        in_channels: of a token: channels of the latents times latents of a patch.
         joint_attention_dim: width of the text's states.
         pooled_projection_dim: width of the pooled text.
-        guidance_embeds: whether it is told a guidance.
-        axes_dims_rope: channels of a head that turn with time, row and column.
+        guidance_embeds: whether guidance is an input.
+        axes_dims_rope: rotated channels of a head, for time, row and column.
     """
 
     num_attention_heads: int = 24
@@ -49,11 +49,11 @@ class Sizes:
 
     @property
     def channels(self) -> int:
-        """C, of the latents."""
+        """C, the channels of the latents."""
         return self.in_channels // PATCH**2
 
     def config(self) -> dict[str, Any]:
-        """Return what diffusers keeps in `config.json` beside the weights."""
+        """Return the content of diffusers' `config.json`."""
         return {**ONLY, **vars(self), "axes_dims_rope": list(self.axes_dims_rope)}
 
     @classmethod
@@ -61,8 +61,8 @@ class Sizes:
         """Read the sizes from a folder's `config.json`.
 
         Raises:
-            ConfigError: there is no such folder.
-            WeightsError: there is none, or it describes another kind of model.
+            ConfigError: the folder does not exist.
+            WeightsError: the file does not exist, or it describes another kind of model.
         """
         own = {field.name for field in fields(cls)}
         config = read_config(folder, "flux", ONLY, {*own, "out_channels"})

@@ -1,4 +1,4 @@
-"""What Flux.1 learns: velocities of noisy latents, from a text."""
+"""Train Flux.1 to predict velocities of noisy latents from a text."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class FluxTask(LatentTask):
 
     @property
     def sampler(self) -> Sampler:
-        """What pictures are drawn with."""
+        """The sampler for pictures after training."""
         return self.settings.sampling.sampler_of(self.settings.model.folder, self.sizes)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield the arrays of the data that do not fit the transformer."""
+        """Yield an error for each array of the data that does not fit the transformer."""
         expected: dict[str, Form] = {
             "latents": (self.sizes.channels, f"{PATCH} h", f"{PATCH} w"),
             "text": ("L", self.sizes.joint_attention_dim),
@@ -68,7 +68,7 @@ class FluxTask(LatentTask):
         return jnp.mean((velocity.astype(jnp.float32) - examples["velocity"]) ** 2)
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
-        """Plan the attention of text and picture together."""
+        """Plan the joint attention of text and picture."""
         batch, latents, text = self.examples_at_once, shapes["latents"], shapes["text"][0]
         return plans(self.settings, self.sizes, batch, latents, text, mesh)
 

@@ -1,1 +1,1 @@
-"""SDXL: the image UNet at its real size, with maxattn inside."""
+"""SDXL: its UNet at full size with maxattn's attention, its training and its sampling."""

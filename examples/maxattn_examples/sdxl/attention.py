@@ -1,4 +1,4 @@
-"""The attention of the UNet: an image as a sequence, attending to itself and to the text."""
+"""The UNet's attention: the pixels of an image attend to each other and to the text."""
 
 from __future__ import annotations
 
@@ -54,13 +54,11 @@ class Transformer(nnx.Module):
         self.proj_out = nnx.Linear(channels, channels, rngs=rngs, **how)
 
     def encode(self, text: Text) -> LayersKV:
-        """Compute the keys and values of a text for every block: with a leading axis of layers, or
-        one `KV` for each where they are not scanned.
-        """
+        """Compute every block's keys and values of a text, stacked if the blocks are scanned."""
         return map_layers(lambda block: block.attn2.compute_kv(text), self.transformer_blocks)
 
     def __call__(self, x: Image, text: Text | None, kv: LayersKV | None = None) -> Image:
-        """Attend to the image itself and to the text, given as states or as `encode`'s result."""
+        """Attend to the image and to the text, given as states or as keys and values."""
         # Rows of an image stay on one device. Tokens split over context would make the compiler
         # split convolutions as well, and with fewer rows than devices it gets their gradients wrong
         # (seen with jax 0.10.2 on CPU).
@@ -102,8 +100,8 @@ class Block(nnx.Module):
         """Run the three layers.
 
         Args:
-            text: states of the text encoders; or else
-            kv: what `attn2.compute_kv` made of them.
+            text: states of the text encoders, or None if `kv` is given.
+            kv: keys and values of the text, from `attn2.compute_kv`.
         """
         x = x + self.attn1(self.norm1(x).astype(x.dtype))
         x = x + self.attn2(self.norm2(x).astype(x.dtype), text, kv)

@@ -1,4 +1,4 @@
-"""The convolutions of the UNet: residual blocks, halving and doubling. Channels come last."""
+"""The UNet's convolutions: residual blocks, downsampling and upsampling. Channels come last."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def group_norm(channels: int, sizes: Sizes, eps: float, rngs: nnx.Rngs) -> nnx.G
 
 
 def activated(norm: nnx.GroupNorm, x: Image) -> Image:
-    """Compute silu(norm(x)) in float32 and keep the dtype of x.
+    """Compute silu(norm(x)) in float32 and return it in the dtype of x.
 
-    The backward computes it again from x, which is cheaper than to keep it in float32.
+    The backward recomputes it from x, which is cheaper than to save it in float32.
     """
     return recomputed(lambda norm, x: nnx.silu(norm(x)).astype(x.dtype), norm, x)
 
 
 class ResnetBlock(nnx.Module):
-    """Add to an image what two convolutions make of it and of the time."""
+    """Add the output of two convolutions, which also see the time, to an image."""
 
     def __init__(
         self, width_in: int, width_out: int, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any
@@ -66,7 +66,7 @@ class ResnetBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halve the resolution by a convolution of every second pixel."""
+    """Halve the resolution by a convolution of stride 2."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs, **how: Any) -> None:
         self.conv = conv3(channels, channels, stride=2, rngs=rngs, **how)

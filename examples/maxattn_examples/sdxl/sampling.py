@@ -1,4 +1,4 @@
-"""SDXL in sampling: the size of a picture, inputs of the UNet, text encoders and attention."""
+"""Sampling with SDXL: picture size, text encoders, the UNet's inputs, attention plans."""
 
 # torch is optional: types are checked without.
 # pyright: reportMissingImports=false
@@ -30,7 +30,7 @@ from .unet import UNet
 
 @dataclass(frozen=True)
 class SdxlSamplingTask(PictureTask):
-    """Draw pictures with an SDXL UNet."""
+    """Sample pictures with an SDXL UNet."""
 
     settings: Settings
     sizes: Sizes
@@ -41,16 +41,16 @@ class SdxlSamplingTask(PictureTask):
 
     @property
     def layers(self) -> int:
-        """One: all but the outermost residual blocks."""
+        """The number of layers that a step can reuse: all inner blocks count as one."""
         return 1
 
     @property
     def latents(self) -> tuple[int, ...]:
-        """[C, h, w] of one picture."""
+        """The shape [C, h, w] of one picture's latents."""
         return (self.sizes.in_channels, *self.sides())
 
     def sampler(self) -> Sampler:
-        """Choose the sampler, as the pipeline and the settings say.
+        """The sampler that pipeline and settings give.
 
         Raises:
             ConfigError: the pipeline's model predicts something else than the settings say.
@@ -65,12 +65,12 @@ class SdxlSamplingTask(PictureTask):
         return sampler
 
     def size_errors(self) -> Iterable[ConfigError]:
-        """Yield heights and widths that cannot be halved as often as the UNet does."""
+        """Yield an error for a height or width that the UNet cannot halve at every level."""
         unit = self.scale * 2 ** (len(self.sizes.block_out_channels) - 1)
         return self.undivided((unit, unit), "it is a multiple of {unit}: each level halves it")
 
     def expected(self, guided: bool) -> dict[str, Form]:
-        """Return text and pooled text."""
+        """Return the forms of text and pooled text."""
         return self.texts(self.sizes.cross_attention_dim, self.sizes.pooled_dim, guided)
 
     def encode(self, folder: Path, image: Path | None) -> Arrays:
@@ -79,13 +79,13 @@ class SdxlSamplingTask(PictureTask):
         return encode(folder, [s.prompt or ""], s.negative_prompt, s.torch_device)
 
     def completed(self, arrays: Arrays) -> Arrays:
-        """Add the sizes of an uncropped picture, where a file does not hold them."""
+        """Add the sizes of an uncropped picture if the arrays lack them."""
         s = self.settings.sampling
         drawn = np.array([[s.height, s.width, 0, 0, s.height, s.width]], np.float32)
         return {"time_ids": drawn, **arrays}
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
-        """Compute the keys and values of the text for every attention, once for all steps."""
+        """Return the inputs of every step, with the text's keys and values computed once."""
         picture = arrays["time_ids"].astype(jnp.float32)
         return model.encode(arrays["text"]), arrays["pooled"], picture
 
@@ -101,7 +101,7 @@ class SdxlSamplingTask(PictureTask):
         return model(x, t, None, pooled, picture, kv)
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
-        """Plan self- and cross-attention of every resolution that attends."""
+        """Plan self- and cross-attention at every resolution that has attention."""
         return plans(self.settings, self.sizes, rows, self.latents, lengths["text"], mesh)
 
 
@@ -113,15 +113,12 @@ def plans(
     text: int,
     mesh: jax.sharding.Mesh | None,
 ) -> dict[str, ma.Plan]:
-    """Plan self- and cross-attention at every resolution that attends, for training too.
+    """Plan self- and cross-attention at every resolution that has attention, for training too.
 
     Args:
-        settings: of attention and of the model.
-        sizes: of the UNet.
-        batch: pictures in one call of the UNet.
-        latents: [C, h, w] of one.
+        batch: pictures in one UNet call.
+        latents: [C, h, w] of one picture.
         text: tokens of a prompt.
-        mesh: that it runs on.
     """
     found: dict[str, ma.Plan] = {}
     for level, heads in enumerate(sizes.attention_head_dim):
@@ -146,9 +143,8 @@ def encode(
 
     Args:
         folder: with tokenizer, text_encoder, tokenizer_2 and text_encoder_2.
-        prompts: a batch, for both encoders.
-        negative_prompt: None is zeros where the pipeline says so (force_zeros_for_empty_prompt),
-            else the empty prompt.
+        negative_prompt: None is zeros if the pipeline sets force_zeros_for_empty_prompt, else the
+            empty prompt.
         device: cpu or cuda.
     """
     import torch

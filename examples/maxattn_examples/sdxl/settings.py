@@ -1,6 +1,6 @@
-"""The settings of SDXL: those of attention, and four sections of its own.
+"""The settings of SDXL: those of attention, and the sections model, data, training, sampling.
 
-The same YAML file trains (examples/train.py sdxl) and draws (examples/generate.py sdxl).
+The same YAML file trains (examples/train.py sdxl) and samples (examples/generate.py sdxl).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Prediction = Literal["epsilon", "v_prediction"]
 
 
 class ModelSettings(SizedModel):
-    """The UNet, by its folder or its sizes, and its dtypes."""
+    """The UNet, given by its folder or its sizes, and its dtypes."""
 
     usual: ClassVar[Sizes] = Sizes()
 
@@ -62,11 +62,11 @@ class SamplingSettings(CommonSampling):
     """Columns of pixels."""
 
     def schedule(self, folder: str | None, prediction_type: Prediction | None = None) -> Schedule:
-        """Compute the sampler's numbers, as these settings and a pipeline's folder say."""
+        """Compute the sampler's schedule from these settings and a pipeline's folder."""
         return self.sampler_of(folder, prediction_type).schedule(self.num_inference_steps)
 
     def sampler_of(self, folder: str | None, prediction_type: Prediction | None = None) -> Sampler:
-        """Choose the sampler; the prediction type is that of the folder, else of these settings."""
+        """Return the sampler; the folder's prediction type takes precedence over the settings'."""
         how = {"prediction_type": prediction_type, **self.sampler_changes}
         return read(folder, "discrete", self.sampler, **how)
 

@@ -1,4 +1,4 @@
-"""Sizes of an SDXL UNet: those of SDXL base 1.0, or of a folder's `config.json`."""
+"""Sizes of an SDXL UNet: those of SDXL base 1.0, or from a folder's `config.json`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Sizes:
 
     Args:
         block_out_channels: channels at each resolution, from the finest.
-        down_block_types: at which resolutions there is attention, as diffusers names blocks.
+        down_block_types: diffusers' name of the block, with or without attention, by resolution.
         layers_per_block: residual blocks at each resolution, one more on the way up.
         transformer_layers_per_block: attention blocks after each residual block, by resolution.
-        attention_head_dim: heads at each resolution (a misnomer that diffusers keeps).
+        attention_head_dim: heads at each resolution (diffusers' misnomer).
         cross_attention_dim: width of the text's states.
         in_channels, out_channels: of the latents.
-        addition_time_embed_dim: sinusoids of each of the six numbers of size and crop.
-        projection_class_embeddings_input_dim: width of those and the pooled text together.
+        addition_time_embed_dim: width of the embedding of each of the six numbers of size and crop.
+        projection_class_embeddings_input_dim: width of these and the pooled text together.
         norm_num_groups, norm_eps: of the group norms.
     """
 
@@ -59,16 +59,16 @@ class Sizes:
 
     @property
     def attends(self) -> tuple[bool, ...]:
-        """Whether there is attention, by resolution."""
+        """Whether a resolution has attention."""
         return tuple(kind.startswith("CrossAttn") for kind in self.down_block_types)
 
     @property
     def up_block_types(self) -> list[str]:
-        """The blocks of the way up, which mirror those down."""
+        """The block types of the way up, which mirror those of the way down."""
         return [kind.replace("Down", "Up") for kind in reversed(self.down_block_types)]
 
     def config(self) -> dict[str, Any]:
-        """Return what diffusers keeps in `config.json` beside the weights."""
+        """Return the content of diffusers' `config.json`."""
         lists = {key: list(v) for key, v in vars(self).items() if isinstance(v, tuple)}
         own = vars(self) | lists
         return ONLY | {"up_block_types": self.up_block_types} | own
@@ -78,8 +78,8 @@ class Sizes:
         """Read the sizes from a folder's `config.json`.
 
         Raises:
-            ConfigError: there is no such folder.
-            WeightsError: there is none, or it describes a model that this UNet is not.
+            ConfigError: the folder does not exist.
+            WeightsError: the file does not exist, or it describes a model that this UNet is not.
         """
         known = {*FREE, *(field.name for field in fields(cls))}
         config = read_config(folder, "sdxl", ONLY | USUAL_ALONE, known, needs=NEEDED)
@@ -100,7 +100,7 @@ class Sizes:
             yield ConfigError(key, value, rule, f"use {least} or more")
 
     def _level_misfits(self) -> Iterator[ConfigError]:
-        """Yield lists that do not have one entry for each resolution, and unknown blocks."""
+        """Yield an error for each list without one entry per resolution, and for unknown blocks."""
         levels = len(self.block_out_channels)
         for key in ("down_block_types", "transformer_layers_per_block", "attention_head_dim"):
             if len(each := getattr(self, key)) != levels:
@@ -111,7 +111,7 @@ class Sizes:
             yield ConfigError("down_block_types", sorted(unknown), rule, "use one of them")
 
     def _channel_misfits(self) -> Iterator[ConfigError]:
-        """Yield channels that groups, heads or sinusoids do not divide."""
+        """Yield an error for channels that groups, heads or embeddings do not divide."""
         channels, groups = self.block_out_channels, self.norm_num_groups
         if any(count % groups for count in channels):
             rule = f"it divides the channels of every resolution, {list(channels)}"

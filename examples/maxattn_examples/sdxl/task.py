@@ -1,4 +1,4 @@
-"""What SDXL learns of a picture, beside a text and its sizes: the noise in it, or v.
+"""Train SDXL to predict the noise of a picture, or v, from a text and the picture's sizes.
 
     x_t = a x + s noise,  a = sqrt(alpha_bar_t),  s = sqrt(1 - alpha_bar_t)
     epsilon: the noise        v = a noise - s x
@@ -47,7 +47,7 @@ class SdxlTask(LatentTask):
 
     @property
     def sampler(self) -> Sampler:
-        """What pictures are drawn with; it says which times there are."""
+        """The sampler for pictures after training, which gives the times to train on."""
         found = self.settings.sampling.sampler_of(self.settings.model.folder)
         asked = self.settings.model.prediction_type
         if asked is None:
@@ -56,11 +56,11 @@ class SdxlTask(LatentTask):
 
     @cached_property
     def betas(self) -> Betas:
-        """The noise level of each time, and the prediction type of the UNet."""
+        """The noise level at each time, and the UNet's prediction type."""
         return Betas(**{key: self.sampler.options[key] for key in Betas.__dataclass_fields__})
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield the arrays of the data that do not fit the UNet."""
+        """Yield an error for each array of the data that does not fit the UNet."""
         sizes, halvings = self.sizes, 2 ** (len(self.sizes.block_out_channels) - 1)
         expected: dict[str, Form] = {
             "latents": (sizes.in_channels, f"{halvings} h", f"{halvings} w"),
@@ -91,7 +91,7 @@ class SdxlTask(LatentTask):
         return jnp.mean(off * min_snr_weights(times, self.settings.training.snr_gamma, self.betas))
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
-        """Plan self- and cross-attention at every resolution that attends."""
+        """Plan self- and cross-attention at every resolution that has attention."""
         batch, latents, text = self.examples_at_once, shapes["latents"], shapes["text"][0]
         return plans(self.settings, self.sizes, batch, latents, text, mesh)
 
@@ -106,14 +106,14 @@ class Noised(NamedTuple):
 
     mixed: Float[Array, "B ..."]  # x_t
     times: Int[Array, " B"]  # t, whole numbers from 0 (clean) to 999 (noise)
-    target: Float[Array, "B ..."]  # what the model should say
+    target: Float[Array, "B ..."]  # the noise, or v
 
 
 def noised(clean: Float[Array, "B ..."], key: Array, betas: Betas) -> Noised:
-    """Draw times, each as likely, and noise, and mix.
+    """Draw uniform times and noise, and mix clean latents with it.
 
     Args:
-        betas: how much noise there is at each time, and what the model says of it.
+        betas: the noise level at each time, and the prediction type.
     """
     for_times, for_noise = jax.random.split(key)
     t = jax.random.randint(for_times, clean.shape[:1], 0, betas.num_train_timesteps)
@@ -126,14 +126,14 @@ def noised(clean: Float[Array, "B ..."], key: Array, betas: Betas) -> Noised:
 def signal_and_noise(
     t: Int[Array, " B"], betas: Betas
 ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-    """Return a and s of times."""
+    """Return the factors a and s at these times."""
     alpha_bar = betas.alpha_bar()
     a, s = (jnp.asarray(np.sqrt(x), jnp.float32) for x in (alpha_bar, 1.0 - alpha_bar))
     return a[t], s[t]
 
 
 def min_snr_weights(t: Int[Array, " B"], gamma: float | None, betas: Betas) -> Float[Array, " B"]:
-    """Return how much each example counts; None for `gamma` is one for all."""
+    """Return the weight of each example; with `gamma` None all are 1."""
     if gamma is None:
         return jnp.ones(t.shape)
     a, s = signal_and_noise(t, betas)

@@ -1,7 +1,7 @@
-"""SDXL's UNet: noisy latents, their time, a text and the picture's sizes in; the noise (or v) out.
+"""SDXL's UNet: predict the noise (or v) from noisy latents, time, text and the picture's sizes.
 
 On the way down each resolution has residual blocks, and all but the finest attention after each.
-The way up has the same, and concatenates the outputs of the way down. Channels come last; parameter
+The way up mirrors them, and concatenates the outputs of the way down. Channels come last; parameter
 names are those of diffusers.
 
 Source: Podell et al., https://arxiv.org/abs/2307.01952
@@ -40,7 +40,7 @@ from .sizes import SIZE_NUMBERS, Sizes
 
 
 class Level(nnx.Module):
-    """One resolution: residual blocks, attention after each if any, a change of resolution."""
+    """One resolution: residual blocks, each with attention if any, and a change of resolution."""
 
     def __init__(self, resnets: list, attentions: list, down: Any = None, up: Any = None) -> None:
         self.resnets, self.attentions = nnx.List(resnets), nnx.List(attentions)
@@ -52,11 +52,11 @@ class Told(NamedTuple):
     """The inputs of every block."""
 
     e: Float[Array, "B E"]  # embedding of time, picture and pooled text
-    text: Text | None  # states of the text; or else None, and
-    kv: Mapping[int, LayersKV]  # keys and values of it, by the `id` of the attention to it
+    text: Text | None  # states of the text; None if `kv` is given
+    kv: Mapping[int, LayersKV]  # the text's keys and values, by `id` of the attention module
 
     def run(self, resnet: ResnetBlock, attention: Transformer | None, x: Image) -> Image:
-        """Run a residual block, and the attention after it, where there is one."""
+        """Run a residual block, and the attention after it if there is one."""
         x = resnet(x, self.e)
         return x if attention is None else attention(x, self.text, self.kv.get(id(attention)))
 
@@ -66,12 +66,12 @@ class UNet(nnx.Module):
 
     Args:
         sizes: default SDXL base 1.0.
-        config: attention's settings; its `remat_policy` governs what a training step keeps of each
-            attention block.
-        dtype: of the computation; norms and softmax are float32 whatever it is. Default float32.
-        param_dtype: of the parameters; those of norms stay float32. Default float32.
-        scan_layers: True (default): the attention blocks of a place are stacked along an axis and
-            scanned, so that they compile once. False: each is compiled, with its own weights.
+        config: attention's settings; its `remat_policy` chooses what each attention block saves in
+            training.
+        dtype: of the computation, default float32; norms and softmax are always float32.
+        param_dtype: of the parameters, default float32; those of norms are always float32.
+        scan_layers: True (default) stacks the attention blocks of a place and scans, so that one of
+            them compiles. False compiles each, with weights of its own.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class UNet(nnx.Module):
         self.conv_out = conv3(first, sizes.out_channels, **how)
 
     def encode(self, text: Text) -> tuple[LayersKV, ...]:
-        """Compute the keys and values of a text for every attention to it, once for all steps.
+        """Compute the text's keys and values for every cross-attention, once for all steps.
 
         Args:
             text: states of both text encoders, [B, S, cross_attention_dim].
 
         Returns:
-            What `Transformer.encode` gives for each of them, in the order of the forward.
+            The results of `Transformer.encode`, in the order of the forward.
         """
         text = text.astype(self.dtype)
         return tuple(transformer.encode(text) for transformer in self._transformers())
@@ -125,15 +125,15 @@ class UNet(nnx.Module):
         picture: Float[Array, "B 6"],
         kv: tuple[LayersKV, ...] | None = None,
     ) -> Image:
-        """Predict.
+        """Predict the noise (or v).
 
         Args:
             latents: noisy, [B, H, W, in_channels]; H and W divide by 2 at every change of
                 resolution.
             t: times, 0 to 1000.
-            text: states of both text encoders, [B, S, cross_attention_dim]; or None, and
-            kv: what `encode` gave.
-            pooled: pooled states of the second, [B, P].
+            text: states of both text encoders, [B, S, cross_attention_dim]; None if `kv` is given.
+            kv: the text's keys and values, from `encode`.
+            pooled: pooled states of the second encoder, [B, P].
             picture: original height and width, top and left of the crop, wanted height and width,
                 in pixels.
         """
@@ -151,7 +151,7 @@ class UNet(nnx.Module):
         return self.conv_out(activated(self.conv_norm_out, x))
 
     def _deep(self, x: Image, kept: list[Image], told: Told) -> Image:
-        """Run what lies between the first block on the way down and its counterparts."""
+        """Run the blocks between the outermost one on the way down and those on the way up."""
         outer = len(kept)
         for n, level in enumerate(self.down_blocks):
             for place in _places(level)[0 if n else 1 :]:
@@ -172,7 +172,7 @@ class UNet(nnx.Module):
         return x
 
     def _transformers(self) -> Iterator[Transformer]:
-        """Yield what attends to the text, in the order of the forward."""
+        """Yield the modules that attend to the text, in the order of the forward."""
         for level in (*self.down_blocks, self.mid_block, *self.up_blocks):
             yield from level.attentions
 
@@ -217,7 +217,7 @@ def _places(level: Level) -> list[tuple[ResnetBlock, Transformer | None]]:
 def _transformer(
     sizes: Sizes, run: tuple[Config, Mesh, bool], how: dict[str, Any], i: int
 ) -> Transformer:
-    """Build a place of attention; `run` is attention's settings, mesh and `scan_layers`."""
+    """Build the attention blocks of one place; `run` is config, mesh and `scan_layers`."""
     layers, heads = sizes.transformer_layers_per_block[i], sizes.attention_head_dim[i]
     return Transformer(sizes.block_out_channels[i], heads, layers, sizes, *run, **how)
 
