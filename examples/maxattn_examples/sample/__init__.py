@@ -1,1 +1,1 @@
-"""Sampling from a pipeline's folder: files in and out, checks, the loop. It knows no model."""
+"""Sampling from a pipeline's folder, for any model: input and output files, checks, the loop."""

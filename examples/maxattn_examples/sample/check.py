@@ -1,4 +1,4 @@
-"""Refuses what cannot work before anything is read: settings, sizes, files and folders."""
+"""Refuse settings, sizes, files and folders that cannot work, before anything is read."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ from .weights import check_weights, lora_errors, parts_of, weights_errors
 
 
 def check(task: SamplingTask, paths: Paths, writes: bool = True) -> None:
-    """Refuse everything that cannot work, before a prompt is encoded or a weight is read.
+    """Refuse everything that cannot work, before prompts are encoded or weights are read.
 
     Args:
-        task: the model's.
-        paths: of files and folders.
-        writes: whether a run has to write what it draws.
+        writes: whether the run must write its samples to a file.
 
     Raises:
-        ConfigErrors: everything that is wrong with settings, sizes, files and folders, at once.
-        ConfigError: weights are of another model.
+        ConfigErrors: all errors of settings, sizes, files and folders.
+        ConfigError: the weights are of another model.
     """
     sizes = list(task.size_errors())
     device, uses_torch = task.settings.sampling.torch_device, paths.embeddings is None or paths.out
@@ -56,10 +54,10 @@ def check(task: SamplingTask, paths: Paths, writes: bool = True) -> None:
 
 
 def check_plan(task: SamplingTask, paths: Paths) -> None:
-    """Refuse what stands in the way of a plan, at once.
+    """Refuse everything that prevents a plan.
 
     Raises:
-        ConfigErrors: with all of it.
+        ConfigErrors: all errors of settings, sizes and folders.
     """
     sizes, given = list(task.size_errors()), paths.embeddings
     _refuse(
@@ -71,16 +69,16 @@ def check_plan(task: SamplingTask, paths: Paths) -> None:
 
 
 def options(task: SamplingTask) -> dict[str, Any]:
-    """Read the compiler's options for a step.
+    """Read the compiler options for a step.
 
     Raises:
-        ConfigError: for one that the compiler refuses.
+        ConfigError: the compiler refuses one.
     """
     return sampling_options(task.settings.sampling.compiler_options, "sampling.compiler_options")
 
 
 def _read_errors(opened: Iterable[Callable[[], Any]]) -> Iterator[MaxattnError]:
-    """Yield the errors of what is called."""
+    """Yield the errors that calling each function raises."""
     for read in opened:
         try:
             read()
@@ -141,7 +139,7 @@ def _said_twice(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
 
 
 def _guidance_errors(task: SamplingTask) -> Iterator[ConfigError]:
-    """Yield a negative prompt that nothing leads away from."""
+    """Yield an error for a negative prompt without guidance."""
     sampling = task.settings.sampling
     if sampling.negative_prompt is not None and not sampling.guided:
         key = sampling.cfg_key

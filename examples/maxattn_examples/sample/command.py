@@ -56,11 +56,11 @@ AddOptions = Callable[[argparse.ArgumentParser], None]
 def draw(
     found: argparse.Namespace, make_task: Callable[[Any, Path], SamplingTask], settings: Any
 ) -> None:
-    """Draw what arguments and settings say.
+    """Sample as arguments and settings say.
 
     Args:
         found: from `arguments_of`.
-        make_task: makes the task of settings and the pipeline's folder.
+        make_task: makes the task from settings and the pipeline's folder.
         settings: from `settings_of`.
     """
     with hosts.first_speaks():
@@ -82,10 +82,10 @@ def arguments_of(
     """Parse the command line.
 
     Args:
-        description: what the command does.
+        description: of the command, for its help.
         arguments: default those of the process.
-        family: of the models; the help shows their options.
-        more: adds options.
+        family: the family whose options the help shows.
+        more: adds further options.
     """
 
     def shown(option: str, told: str) -> str:
@@ -115,7 +115,7 @@ def arguments_of(
 
 
 def check_unread(found: argparse.Namespace, *names: str) -> None:
-    """Refuse options that a command shares with others, and does nothing with.
+    """Refuse options that the command shares with others but does not use.
 
     Raises:
         ConfigErrors: one of them is given.
@@ -129,12 +129,12 @@ def check_unread(found: argparse.Namespace, *names: str) -> None:
 def settings_of(
     found: argparse.Namespace, settings_class: SettingsClass, changes: Sequence[str] = ()
 ) -> Any:
-    """Read the settings that arguments say.
+    """Read the settings from file, overrides and options.
 
     Args:
         found: from `arguments_of`.
         settings_class: reads the file.
-        changes: overrides of what the arguments say.
+        changes: overrides that take precedence over the arguments.
     """
     options = {"model.folder": found.model}
     for option, (key, _, _) in KEYS.items():
@@ -143,14 +143,14 @@ def settings_of(
 
 
 def paths_of(found: argparse.Namespace, folder: str | None) -> Paths:
-    """Return the files and folders that arguments say.
+    """Return the files and folders that the arguments name.
 
     Args:
         found: from `arguments_of`.
         folder: of the model, from the settings.
 
     Raises:
-        ConfigErrors: there is no folder of the model.
+        ConfigErrors: no folder is given.
     """
     if folder is None:
         rule = "weights to draw with are in a folder in diffusers' format"

@@ -1,7 +1,7 @@
 """How models and LoRA of few steps are sampled: `sampling.distilled` names a row of distilled.yml.
 
-Such a model was trained for one kind of step, at its own times, with guidance in its weights. With
-others it draws soft or broken samples, and no error says so; here they are refused by name.
+Such a model was trained for one sampler, at its own times, with guidance in its weights. With other
+settings its samples are soft or broken, so such settings are refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALIKE = 1e-3  # two sigmas that differ by less are one
 
 @dataclass(frozen=True)
 class Distilled:
-    """A row of the table, which says what each field is."""
+    """A row of distilled.yml, which describes the fields."""
 
     name: str
     family: str
@@ -47,18 +47,18 @@ class Distilled:
     lora_scale: float = 1.0
 
     def given(self, steps: int) -> Given | None:
-        """Return the list of so many steps; None for the sampler's own."""
+        """Return the row's times or sigmas for `steps`; None if the sampler's own are used."""
         for key in KEYS:
             if values := getattr(self, key):
                 return Given(key, values[: steps if steps in self.steps else None], self.warped)
         return None
 
     def settled(self, values: Mapping[str, Any], given: Set[str], cfg: str) -> dict[str, Any]:
-        """Return the values of settings that are not given.
+        """Return values for the settings that the user left out.
 
         Args:
-            values: of the section `sampling`, all of them.
-            given: the keys that are set.
+            values: all values of the section `sampling`.
+            given: the keys that the user set.
             cfg: the key of classifier-free guidance.
         """
         found: dict[str, Any] = {} if cfg in given else {cfg: 1.0}
@@ -78,10 +78,10 @@ class Distilled:
         return found
 
     def errors(self, values: Mapping[str, Any], cfg: str) -> Iterator[ConfigError]:
-        """Yield the settings that are not what the model was distilled for.
+        """Yield an error for each setting that differs from the model's distillation.
 
         Args:
-            values: of the section `sampling`, settled.
+            values: of the section `sampling`, after `settled`.
             cfg: the key of classifier-free guidance.
         """
         if (theirs := values["sampler"]) != self.sampler:
@@ -132,7 +132,7 @@ class Distilled:
         return len(one) == len(other) and bool((abs(one - other) < ALIKE).all())
 
     def _final(self, given: Given) -> np.ndarray:
-        """Return the sigmas of a list, moved by the shift if they are to be."""
+        """Return a list's sigmas after the shift, if it still has to be applied."""
         sigmas = np.array(given.values) / (1000 if given.key == "timesteps" else 1)
         return sigmas if given.warped or self.shift is None else shifted(sigmas, self.shift)
 
@@ -166,12 +166,12 @@ def table() -> Mapping[str, Distilled]:
 
 
 def of(name: str | None) -> Distilled | None:
-    """Return a row of the table; None for no name, or one that is not there."""
+    """Return a row of the table; None if the name is None or unknown."""
     return table().get(name or "")
 
 
 def name_errors(name: str | None, family: str) -> Iterator[ConfigError]:
-    """Yield a name that is not in the table, or is of another family."""
+    """Yield an error for a name that is not in the table, or belongs to another family."""
     if name is None:
         return
     names = [x.name for x in table().values() if x.family == family]
@@ -185,7 +185,7 @@ def name_errors(name: str | None, family: str) -> Iterator[ConfigError]:
 
 
 def named_by(lora: Path) -> Distilled | None:
-    """Return the row whose LoRA files are named so."""
+    """Return the row whose LoRA file names match this path."""
     name = "/".join(lora.parts[-2:]).lower()
     rows = table().values()
     return next((row for row in rows if any(fnmatch(name, x) for x in row.lora)), None)
@@ -195,10 +195,10 @@ def named_by(lora: Path) -> Distilled | None:
 
 
 def list_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield what is wrong with the lists of settings, whatever the model is.
+    """Yield an error for each list of times or sigmas that no sampler can use.
 
     Args:
-        values: of the section `sampling`, all of them.
+        values: all values of the section `sampling`.
     """
     lists: list[Key] = [key for key in KEYS if values[key] is not None]
     for key in lists:
@@ -221,10 +221,10 @@ def list_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
 
 
 def unmoved_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yield a shift of times that a list of final values leaves unused.
+    """Yield an error for a shift that has no effect, since a list has final values.
 
     Args:
-        values: of the section `sampling`, settled, of no model that has a shift of its own.
+        values: of the section `sampling`, after `settled`; no model sets its own shift.
     """
     given, shift = Given.of(values), values.get("timestep_shift")
     if given is not None and given.warped and shift is not None:

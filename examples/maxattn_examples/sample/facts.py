@@ -1,4 +1,4 @@
-"""The facts that a figure about a run depends on: all weights, sampler, sizes, dtypes, kernels."""
+"""The settings that a measurement depends on: all weights, sampler, sizes, dtypes, kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIECE, PIECES = 2**12, 16  # bytes, and how many of a large tensor are read
 
 
 def weights_facts(task: SamplingTask, paths: Paths) -> dict[str, Any]:
-    """Return the hash of each transformer, and the LoRA weights that are merged into it."""
+    """Return the hash of each transformer and of the LoRA weights merged into it."""
     has_two = boundary_of(paths.model) is not None
     found: dict[str, Any] = {}
     lora = []
@@ -40,7 +40,7 @@ def weights_facts(task: SamplingTask, paths: Paths) -> dict[str, Any]:
 
 
 def curve_facts(task: SamplingTask, sampler: Sampler, paths: Paths) -> dict[str, Any]:
-    """Return what a curve depends on."""
+    """Return the facts that a MagCache curve depends on."""
     sizes = {key: x for key, x in vars(task.sizes).items() if isinstance(x, int)}
     experts = 1 if boundary_of(paths.model) is None else 2
     return {
@@ -57,7 +57,7 @@ def curve_facts(task: SamplingTask, sampler: Sampler, paths: Paths) -> dict[str,
 
 
 def run_facts(task: SamplingTask, sampler: Sampler, paths: Paths) -> dict[str, Any]:
-    """Return what the drift of a run depends on, beside its prompts and noise."""
+    """Return the facts that the drift of a run depends on, without prompts and noise."""
     settings, sampling = task.settings, task.settings.sampling
     fast = sampling.fast
     return {
@@ -75,7 +75,7 @@ def run_facts(task: SamplingTask, sampler: Sampler, paths: Paths) -> dict[str, A
 
 
 def shift_of(sampler: Sampler) -> float | None:
-    """Return the shift of a sampler's times, where it has one."""
+    """Return the shift of a sampler's times, or None."""
     options = sampler.options
     if sampler.family == "even_flow":
         return flow_euler.shift_of(options, sampler.tokens)
@@ -85,7 +85,7 @@ def shift_of(sampler: Sampler) -> float | None:
 def checkpoint_hash(path: Path) -> str | None:
     """Hash the weights of a folder or file; None if there are none.
 
-    Bytes of every tensor count: all of a small one, pieces spread over a large one.
+    The hash covers small tensors whole, and pieces spread over large ones.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not all(file.is_file() for file in files) or not files:
@@ -102,7 +102,7 @@ def checkpoint_hash(path: Path) -> str | None:
 
 
 def _places(header: dict[str, Any], start: int) -> Iterator[int]:
-    """Yield where pieces of each tensor begin, in the file."""
+    """Yield the offsets in the file at which the hashed pieces of each tensor begin."""
     for name, tensor in header.items():
         if name != "__metadata__":
             begin, end = tensor["data_offsets"]

@@ -1,4 +1,4 @@
-"""The section `sampling.fast`: settings of `maxattn.steps`, presets of them, and curve files."""
+"""The section `sampling.fast`: settings of `maxattn.steps`, presets, and curve files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OLD = {
 
 
 class FastSettings(StepSettings):
-    """Fewer forwards in sampling; everything here is approximate."""
+    """Settings that reduce the forwards of sampling; each is an approximation."""
 
     preset: Literal["gentle", "balanced", "fast"] | None = None
     """Settings of sample/presets.yml for the model's family, which other keys replace."""
@@ -51,11 +51,11 @@ class FastSettings(StepSettings):
 
 
 def settled(fast: FastSettings, family: str) -> FastSettings:
-    """Return settings with those of their preset, which their own keys replace.
+    """Fill in the values of a preset for keys that are not set.
 
     Args:
         fast: `sampling.fast`.
-        family: of the model: wan, sdxl or flux.
+        family: wan, sdxl or flux.
     """
     if fast.preset is None:
         return fast
@@ -67,12 +67,12 @@ def settled(fast: FastSettings, family: str) -> FastSettings:
 
 @cache
 def _presets() -> Mapping[str, Mapping[str, Any]]:
-    """Read the file: families, presets, sections."""
+    """Read the presets: sections by name, by family."""
     return yaml.safe_load(PRESETS.read_text("utf-8"))
 
 
 def _over(usual: Mapping[str, Any], given: Section) -> dict[str, Any]:
-    """Return the values that are given over the usual ones, section by section."""
+    """Merge set values into default ones, section by section."""
     found = dict(usual)
     for key in given.model_fields_set:
         value, before = getattr(given, key), usual.get(key)
@@ -88,15 +88,14 @@ def _over(usual: Mapping[str, Any], given: Section) -> dict[str, Any]:
 def with_curve(
     fast: FastSettings | None, facts: Callable[[], Mapping[str, Any]]
 ) -> FastSettings | None:
-    """Return settings with the ratios of the curve's file that they name.
+    """Replace the name of a curve file by the ratios that it has.
 
     Args:
-        fast: the settings.
-        facts: returns those of the run, as `curve_facts` does; called if a file is named, since
-            it reads the weights.
+        facts: returns `curve_facts` of the run; called only if a file is named, because it reads
+            the weights.
 
     Raises:
-        ConfigErrors: the file cannot be read, or was measured on something else.
+        ConfigErrors: the file cannot be read, or was measured with other facts.
     """
     how = None if fast is None or fast.cache is None else fast.cache.magcache
     if fast is None or fast.cache is None or how is None or not isinstance(how.ratios, str):
@@ -116,10 +115,11 @@ def with_curve(
 def differences(
     said: Mapping[str, Any], facts: Mapping[str, Any], name: str
 ) -> Iterator[ConfigError]:
-    """Yield an error for each fact of a curve's file that is not the run's.
+    """Yield an error for each fact of a curve file that differs from the run's.
 
-    Facts that the file leaves out are not compared, with one exception: a file with the hash of
-    its weights was measured without those that it does not name.
+    Facts that the file leaves out are not compared, except weights: if the file has the hash of
+    any,
+    it was measured without those that it does not name.
     """
     theirs = {**dict.fromkeys([key for key in facts if key.startswith("checkpoint")]), "lora": []}
     theirs = {**(theirs if "checkpoint" in said else {}), **said, **said.get("sizes", {})}

@@ -1,11 +1,11 @@
 """The files of a run: their paths, and safetensors files with arrays of known names.
 
-An embeddings file holds text [B, L, D]; for SDXL and Flux.1 pooled [B, P]; for SDXL time_ids [B, 6]
-where they are not those of the size that is drawn; for image-to-video image [B, S, D] and condition
-[B, 4 + C, F, h, w], or first [B, C, 1, h, w] of a model that continues an encoded image; and
-negative_text (with negative_pooled), which guidance leads away from. A batch of 1 goes with any
-other. A latents file holds latents [B, C, F, h, w] or [B, C, h, w] as the model sees them; a noise
-file holds noise of the same shape.
+An embeddings file has text [B, L, D]; for SDXL and Flux.1 pooled [B, P]; for SDXL time_ids [B, 6]
+if they differ from the sample's size; for image-to-video image [B, S, D] and condition
+[B, 4 + C, F, h, w], or first [B, C, 1, h, w] for a model that continues an encoded image; and for
+guidance negative_text (with negative_pooled). A batch of 1 is repeated for any other batch. A
+latents file has scaled latents [B, C, F, h, w] or [B, C, h, w]; a noise file has noise of that
+shape.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ REMEDIES = {"latents": DRAW, "--noise": "give a safetensors file of finite noise
 
 @dataclass(frozen=True)
 class Paths:
-    """Paths of the files that are read and written.
+    """Paths of the files that a run reads and writes.
 
     Args:
-        model: a pipeline's folder in diffusers' format, or its model's alone.
+        model: a pipeline's folder in diffusers' format, or a model's.
         weights: a folder whose weights are used instead of the model's, such as a training run's;
-            it may hold one of two transformers.
-        embeddings: what the model is told; else prompts are encoded with torch.
-        image: what an image-to-video model begins with, encoded with torch.
-        noise: where to begin, instead of noise of the seed.
-        lora: weights that are merged.
-        lora_2: weights that are merged into a pipeline's second transformer.
-        lora_names: a YAML file with names of their layers, and the model's.
-        lora_scale: multiplies them; None is 1.
-        lora_lenient: leave out what does not fit the model.
-        latents: where latents are written.
-        out: the folder where what they show is written, decoded with torch.
+            it may have one of two transformers only.
+        embeddings: the model's conditions; without it prompts are encoded with torch.
+        image: the first frame for an image-to-video model, encoded with torch.
+        noise: the initial noise, instead of noise from the seed.
+        lora: weights to merge.
+        lora_2: weights to merge into a pipeline's second transformer.
+        lora_names: a YAML file that maps layer names of the LoRA to the model's.
+        lora_scale: factor of LoRA weights; None is 1.
+        lora_lenient: skip LoRA layers that do not fit the model.
+        latents: the file for latents.
+        out: the folder for decoded samples, which needs torch.
     """
 
     model: Path
@@ -74,27 +74,26 @@ class Paths:
     out: Path | None = None
 
     def weights_of(self, part: str) -> Path:
-        """Return the folder of the weights: a part of a pipeline's folder, or the folder."""
+        """Return the folder of a part's weights: a subfolder, or the folder itself."""
         instead = self.weights
         if instead is not None and lacking(instead, (FIRST, SECOND)) == [part]:
             instead = None  # it holds the other transformer
         return part_of(instead or self.model, part)
 
     def lora_of(self, part: str) -> Path | None:
-        """Return the LoRA weights of a part."""
+        """Return the path of a part's LoRA weights."""
         return self.lora_2 if part == SECOND else self.lora
 
 
 def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of a file's arrays, and nothing else.
+    """Read only the shapes of a file's arrays.
 
     Args:
-        path: of the file.
-        option: the command's, for errors.
-        names: that it may hold.
+        option: the command-line option, for errors.
+        names: the allowed names.
 
     Raises:
-        ConfigErrors: it is no safetensors file, or holds other names.
+        ConfigErrors: the file is not safetensors, or has other names.
     """
     file = _open(path, option)
     found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -105,10 +104,10 @@ def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str,
 
 
 def read(path: Path, option: str) -> Arrays:
-    """Read a file whole; bfloat16 stays bfloat16.
+    """Read all arrays of a file; bfloat16 stays bfloat16.
 
     Raises:
-        ConfigErrors: it is no safetensors file, or some of its numbers are not finite in float32.
+        ConfigErrors: the file is not safetensors, or has numbers that are not finite in float32.
     """
     file = _open(path, option)
     found = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
@@ -126,7 +125,7 @@ def read(path: Path, option: str) -> Arrays:
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], model: str) -> Path:
-    """Write arrays, and which model they are for; the file takes its name when it is whole."""
+    """Write arrays atomically, with the name of their model."""
     from safetensors.numpy import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,10 +138,10 @@ def write(path: Path, arrays: Mapping[str, np.ndarray], model: str) -> Path:
 def shape_errors(
     found: Shapes, expected: Mapping[str, Form], path: Path, option: str
 ) -> Iterator[ConfigError]:
-    """Yield what a model lacks in a file or cannot take of it, and batches that do not agree.
+    """Yield an error for each array that a model lacks or cannot take, and for unequal batches.
 
     Args:
-        found: shapes, the batch first.
+        found: shapes, batch first.
         expected: forms without the batch, by name.
         path, option: of the file, for errors.
     """

@@ -1,4 +1,4 @@
-"""The loop: one compiled step, called once for each time, with a bar that says how fast.
+"""The loop: one compiled step, called once for each time, with a progress bar.
 
 A step is queued while the one before it runs, so that the device never waits for the host.
 """
@@ -30,17 +30,16 @@ from .task import Expert, SamplingTask
 
 
 class Inputs(NamedTuple):
-    """What a step takes beside parameters; a pytree.
+    """The inputs of a step beside parameters; a pytree.
 
     Args:
-        schedule: of the sampler.
         i: number of the step.
-        state: of the sampler.
-        told: what the model is told in each call: of both rows, or without the text and with it. A
-            prediction with the text takes the last.
+        told: the model's conditions for each call: for both predictions at once, or without and
+            then
+            with the text. A prediction with the text uses the last.
         scale: of guidance.
-        step: what it computes.
-        wanted: number of samples, the first rows, that count in a decision; None for all.
+        step: which computation to run.
+        wanted: number of leading samples that decisions consider; None for all.
     """
 
     schedule: Schedule
@@ -59,25 +58,24 @@ NONE = "-"  # the letter of a step without a prediction
 
 
 class Walk(AbstractContextManager["Walk"]):
-    """Walk from noise to a sample, channels last, with one model after the other.
+    """Sample from noise, channels last, with one model after another.
 
     Models of the same structure share compiled steps, one for each kind of step.
 
     Args:
         task: how the models are called.
-        told: arrays for each call of a step, as `rows.told_in_rows` arranges them.
+        told: arrays for each call of a step, from `rows.told_in_rows`.
         noise: standard normal.
-        schedule: of the sampler.
         steps: what each step computes.
-        console: where the bar is drawn; default standard output.
-        keys: of the new noise of each sample, for a sampler that re-noises.
-        mesh: that the models are on.
-        wanted: samples, the first ones; the others fill up the devices. None: all.
+        console: for the progress bar; default standard output.
+        keys: for each sample's new noise, if the sampler re-noises.
+        mesh: the models' mesh.
+        wanted: number of leading samples that are kept; the others pad the batch. None: all.
 
     Attributes:
-        observe: is given the number and the state of each step that was taken; the run goes on from
-            what it returns.
-        kept: what the last step left.
+        observe: called with the number and state after each step; the run continues from the state
+            that it returns.
+        kept: layer outputs that the last step saved for later ones.
     """
 
     def __init__(
@@ -109,12 +107,12 @@ class Walk(AbstractContextManager["Walk"]):
         noise: Float[Array, "B ... C"],
         keys: Keys | None = None,
     ) -> None:
-        """Go to the first step, with rows of the shapes that were given before.
+        """Start a run whose arrays have the same shapes as before.
 
         Args:
             told: arrays for each call of a step.
             noise: standard normal.
-            keys: of the noise that steps add, one for each row.
+            keys: for the noise that steps add, one per batch row.
         """
         self.told, self.given = told, (told, noise, keys)
         self.state: State = jax.jit(start)(self.schedule, noise, keys)
@@ -128,7 +126,7 @@ class Walk(AbstractContextManager["Walk"]):
         self.bar.stop()
 
     def take(self, model: nnx.Module, expert: Expert) -> None:
-        """Take an expert's steps with its model."""
+        """Run an expert's steps with its model."""
         structure, parameters = split(model)
         if structure != self._structure:
             self._structure, self._programs = structure, {}
@@ -161,14 +159,14 @@ class Walk(AbstractContextManager["Walk"]):
         self.bar.pause()
 
     def outcome(self) -> Iterator[str]:
-        """Say which steps computed, if they decided that; call it after the last one."""
+        """Report which steps computed, if steps decided that; call it after the last step."""
         for name, letters in self.decided().items():
             own = "" if name in ("both", "with") else f" of the prediction {name}"
             count = letters.count("X"), len(letters) - letters.count(NONE)
             yield "computed {} of {} steps{}: {}".format(*count, own, letters)
 
     def decided(self) -> dict[str, str]:
-        """Return the steps' letters, as they decided, of each prediction that decided some."""
+        """Return the letters of the steps, for each prediction in which steps decided."""
         computed = jax.device_get(self._computed)
         found = dict.fromkeys((name for each in computed for name in each), "")
         for own, made in zip(self.steps, computed, strict=True):
@@ -179,7 +177,7 @@ class Walk(AbstractContextManager["Walk"]):
         return found
 
     def forwards(self) -> float:
-        """Count the forwards of the steps that were taken, as they decided."""
+        """Count the forwards of the steps so far, with their decisions."""
         found = 0.0
         for own, made in zip(self.steps, jax.device_get(self._computed), strict=True):
             decided = [x for x in own.predictions if not made.get(x, made.get("both", True))]
@@ -187,17 +185,17 @@ class Walk(AbstractContextManager["Walk"]):
         return found
 
     def _told_to(self, expert: Expert) -> tuple[dict[str, Array], ...]:
-        """Leave out the negative prompt for the one of two experts that has no guidance."""
+        """Leave out the negative prompt if this one of two experts has no guidance."""
         if expert.guided or not self.task.settings.sampling.guided:
             return self.told
         samples, last = self.state.x.shape[0], self.told[-1]
         return ({name: x[-samples:] for name, x in last.items()},)
 
     def _wait(self, queued: list[tuple[Array, Inputs]], model: Model, most: int) -> None:
-        """Wait until at most so many steps are queued, and count the others.
+        """Wait until at most `most` steps are queued, and advance the bar by the others.
 
         Raises:
-            InputError: a sample is not finite, at this step and layer.
+            InputError: a sample is not finite; it names the step and the layer.
         """
         while len(queued) > most:
             finite, given = queued.pop(0)
@@ -207,7 +205,7 @@ class Walk(AbstractContextManager["Walk"]):
 
 
 def take(model: Model, given: Inputs, kept: Kept) -> tuple[State, Kept]:
-    """Take a step of a sampler; return its state, and what is kept for later steps."""
+    """Run one step; return the sampler's state, and the layer outputs saved for later steps."""
     after: list[Kept] = []
     told, rows = given.told, given.wanted
 
@@ -233,9 +231,9 @@ def take(model: Model, given: Inputs, kept: Kept) -> tuple[State, Kept]:
 def _compiled(
     task: SamplingTask, structure: Structure, args: tuple[Leaves, Inputs, Kept]
 ) -> Program:
-    """Compile a kind of step for these arguments, and print how long that took.
+    """Compile a kind of step for these arguments, and print the compile time.
 
-    Its last result is whether the sample is finite. It takes the memory of what is kept.
+    The program also returns whether the sample is finite, and donates `kept`.
     """
     given, kept = (jax.tree.map(lambda x: x.sharding, each) for each in args[1:])
 
@@ -253,7 +251,7 @@ def _compiled(
 
 
 def _placed(kept: Kept, shardings: Any) -> Kept:
-    """Place what a step keeps as what it takes, so that the next step runs the same program."""
+    """Give saved outputs the sharding of the inputs, so that the program is the same."""
     if not any(len(x.device_set) > 1 for x in jax.tree.leaves(shardings)):
         return kept
 
@@ -272,7 +270,7 @@ def _placed(kept: Kept, shardings: Any) -> Kept:
 
 
 def _memory(compiled: Any) -> str:
-    """Say what a device holds while a step runs, where the compiler knows."""
+    """Return the device memory of a step as text, if the compiler reports it."""
     found = compiled.memory_analysis()
     if found is None:
         return ""
@@ -281,11 +279,11 @@ def _memory(compiled: Any) -> str:
 
 
 class Bar:
-    """Show steps and their speed: a bar on a terminal, else a few lines.
+    """Show progress and speed: a bar on a terminal, else a few lines.
 
     Args:
-        steps: of the run.
-        console: where to; default standard output.
+        steps: number of steps of the run.
+        console: default standard output.
     """
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
@@ -301,7 +299,7 @@ class Bar:
 
     @property
     def seconds(self) -> float:
-        """How long the steps so far took, without compiling."""
+        """The seconds of the steps so far, without compiling."""
         return self._spent
 
     @property
@@ -309,21 +307,21 @@ class Bar:
         return self.console.is_terminal
 
     def begin(self) -> None:
-        """Start the clock, or go on after a pause that does not count."""
+        """Start the clock, or continue after a pause, which is not counted."""
         if self._began is None:
             self._bar.start()
             self._began = time.perf_counter() - self._spent
 
     def pause(self) -> None:
-        """Stop the clock at the last step that was counted."""
+        """Stop the clock at the time of the last counted step."""
         self._began = None
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar from the terminal."""
         self._bar.stop()
 
     def advance(self) -> None:
-        """Count one step more."""
+        """Count one more step."""
         self.done += 1
         assert self._began is not None, "begin comes first"
         self._spent = time.perf_counter() - self._began

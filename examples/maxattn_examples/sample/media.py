@@ -1,4 +1,4 @@
-"""Videos and pictures on disk."""
+"""Write videos and pictures to files."""
 
 # imageio_ffmpeg is optional: types are checked without.
 # pyright: reportMissingImports=false
@@ -17,7 +17,7 @@ from maxattn.weights.replacing import replacing
 
 
 def picture(pixels: UInt8[np.ndarray, "h w 3"], path: Path) -> Path:
-    """Write a picture; the ending of the path says how."""
+    """Write a picture in the format of the path's suffix."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,12 +27,11 @@ def picture(pixels: UInt8[np.ndarray, "h w 3"], path: Path) -> Path:
 
 
 def video(frames: UInt8[np.ndarray, "F h w 3"], path: Path, fps: int) -> Path:
-    """Write a video: path.mp4 where an ffmpeg writes it, else pictures, saying why.
+    """Write path.mp4 if ffmpeg is available and works, else pictures, and print why.
 
     Args:
-        frames: of the video.
-        path: without an ending.
-        fps: frames a second.
+        path: without a suffix.
+        fps: frames per second.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file, why = path.with_name(f"{path.name}.mp4"), "for an mp4, pip install imageio-ffmpeg"
@@ -47,7 +46,7 @@ def video(frames: UInt8[np.ndarray, "F h w 3"], path: Path, fps: int) -> Path:
 
 
 def find_ffmpeg() -> str | None:
-    """Return the program that writes videos: that of imageio-ffmpeg, else the machine's own."""
+    """Return the path of ffmpeg: imageio-ffmpeg's, else the machine's own."""
     if find_spec("imageio_ffmpeg") is None:
         return shutil.which("ffmpeg")
     import imageio_ffmpeg
@@ -56,7 +55,7 @@ def find_ffmpeg() -> str | None:
 
 
 def _encode(ffmpeg: str, frames: np.ndarray, file: Path, fps: int) -> str:
-    """Let ffmpeg write a video; return what it says of a failure, else nothing."""
+    """Write a video with ffmpeg; return its error message, empty on success."""
     # imageio's own writer runs Python between fork and exec, which jax, with its threads, warns of.
     _, height, width, _ = frames.shape
     raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps))
@@ -74,5 +73,5 @@ def _encode(ffmpeg: str, frames: np.ndarray, file: Path, fps: int) -> str:
 
 
 def to_pixels(values: np.ndarray) -> UInt8[np.ndarray, "..."]:
-    """Turn -1..1 into 0..255."""
+    """Scale -1..1 to 0..255."""
     return np.round(np.clip(values * 0.5 + 0.5, 0.0, 1.0) * 255.0).astype(np.uint8)

@@ -1,8 +1,8 @@
-"""Where numbers stopped being finite: the step, and the part of it, in the order in which they run.
+"""Find the first step and part at which numbers are not finite.
 
-A step's parts are its sample, what the model is told, and then in each call of the model the
-embedding of the time, the input of its layers, each layer's output, and its own output; at the end
-the mix of its predictions, and the sampler's sum.
+The parts are, in the order of computation: the sample and the model's conditions; in each model
+call the time embedding, the input of the layers, each layer's output, and the model's output; then
+the guided prediction, and the sampler's sum.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Part(NamedTuple):
     """A part of a step.
 
     Args:
-        name: in an error.
-        remedy: if it is the first that is not finite.
-        call: of the model, from 0; None if it is not of one.
+        name: for the error.
+        remedy: for the error, if this part is the first that is not finite.
+        call: number of the model call, from 0; None outside of calls.
     """
 
     name: str
@@ -44,12 +44,11 @@ class Part(NamedTuple):
 
 
 def not_finite(model: Model, given: Inputs, steps: int) -> InputError:
-    """Return the error of a step after which the sample is not finite.
+    """Return the error for a step after which the sample is not finite.
 
-    The step is computed once more, one layer after the other; what it reuses is computed.
+    The step is computed again, layer by layer; layers that it reused are computed.
 
     Args:
-        model: of the step.
         given: the operands of the step.
         steps: number of steps of the run.
     """
@@ -75,7 +74,7 @@ def not_finite(model: Model, given: Inputs, steps: int) -> InputError:
 
 
 def _parts(model: Model, given: Inputs) -> list[tuple[Part, Array]]:
-    """Return the parts of a step in the order in which they run, and whether each is finite."""
+    """Return the parts of a step in order of computation, and whether each is finite."""
     found: list[tuple[Part, Array]] = []
 
     def see(x: Any, *part: Any) -> None:

@@ -1,4 +1,4 @@
-"""The one place where a run decides what its steps compute: from settings and facts to a value."""
+"""Resolve what each step of a run computes, from settings and facts to one value."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class RunSteps(NamedTuple):
     """The steps of a run.
 
     Args:
-        sampler: computes their times and sums.
-        experts: the models, in the order in which they take steps.
+        experts: the models, in the order of their steps.
         steps: what each step computes.
     """
 
@@ -44,13 +43,12 @@ class RunSteps(NamedTuple):
 
 
 def resolved(task: SamplingTask, paths: Paths, divides: bool = True) -> RunSteps:
-    """Decide what each step of a run computes.
+    """Resolve what each step of a run computes.
 
     Args:
-        task: of the model, with its settings.
-        paths: of its weights, which a curve depends on.
-        divides: whether the rows of the prompts alone divide over the devices. If not, one of two
-            models that has no guidance is called with the rows of both prompts.
+        paths: of the weights, which a curve depends on.
+        divides: whether the prompts' batch rows divide evenly over the devices. If not, an expert
+            without guidance is called with the negative prompt's rows too.
 
     Raises:
         ConfigError: `sampling.fast` does not fit the run.
@@ -73,24 +71,24 @@ def resolved(task: SamplingTask, paths: Paths, divides: bool = True) -> RunSteps
 
 
 def second_of(task: SamplingTask) -> FastSettings | None:
-    """Return the settings of the second of two transformers, if it has its own."""
+    """Return the second transformer's own settings, or None."""
     return getattr(task.settings.sampling, "fast_2", None)
 
 
 def predicts_both(task: SamplingTask) -> bool:
-    """Check whether both predictions of a step are rows of one call."""
+    """Check whether a step computes both predictions in one call."""
     return task.settings.sampling.guidance_batched and not predicts_apart(task)
 
 
 def predicts_apart(task: SamplingTask) -> bool:
-    """Check whether steps differ in their predictions, or one prediction skips layers."""
+    """Check whether guidance skips steps, or one prediction skips layers."""
     found = (task.settings.sampling.fast, second_of(task))
     guidance = [x.guidance for x in found if x is not None and x.guidance is not None]
     return any((how.start, how.stop) != (0, 1) or how.skip is not None for how in guidance)
 
 
 def with_attention(task: SamplingTask, overrides: Overrides) -> SamplingTask:
-    """Return the task with other settings of attention.
+    """Return the task with other attention settings.
 
     Raises:
         ConfigErrors: its own settings contradict them.
@@ -102,14 +100,14 @@ def with_attention(task: SamplingTask, overrides: Overrides) -> SamplingTask:
 def plans_of(
     task: SamplingTask, steps: Steps, rows: int, lengths: Mapping[str, int], mesh: Any
 ) -> Iterator[ma.Plan]:
-    """Yield the plans of a run: all as configured, then self-attention that steps replace.
+    """Yield the plans of a run: as configured, then those of self-attention that steps replace.
 
     Args:
-        rows: of the model in a call.
+        rows: batch rows of a model call.
         lengths: tokens of text and image.
 
     Raises:
-        MaxattnError: a kernel that is named cannot run.
+        MaxattnError: a kernel that the user named cannot run.
     """
     yield from task.plans(rows, lengths, mesh).values()
     for overrides in dict.fromkeys(step.attention for step in steps if step.attention):
@@ -123,7 +121,7 @@ def attention_seconds(
     """Estimate the seconds of self-attention in a run, and in one without `sampling.fast`.
 
     Returns:
-        None if a kernel has no estimate, or layers differ in their attention.
+        None if a kernel has no estimate, or if attention differs between layers.
     """
     forward: dict[Overrides, float] = {}
     for overrides in {(), *(step.attention for step in steps)}:
@@ -150,7 +148,7 @@ def fast_lines(
     lengths: Mapping[str, int],
     mesh: jax.sharding.Mesh | None,
 ) -> Iterator[str]:
-    """Say what steps compute and reuse, what they keep, and what is known of the loss."""
+    """Describe which steps compute and reuse, their memory, and the known loss of accuracy."""
     table = run.steps.table(kept_bytes=kept_bytes(task, run, told, rows, mesh))
     if not table:
         return
@@ -176,7 +174,7 @@ def kept_bytes(
     rows: Rows,
     mesh: jax.sharding.Mesh | None,
 ) -> int:
-    """Return the most bytes that a run keeps between two steps, on a device; nothing runs."""
+    """Return the most bytes per device that a run saves between two steps, without running it."""
     from .loop import Inputs, take
 
     if not any(step.keeps for step in run.steps):
@@ -208,7 +206,7 @@ def kept_bytes(
 
 
 def _on_device(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh | None) -> int:
-    """Count the bytes of an array that a device has: some rows, and some tokens of [B, T, D]."""
+    """Return an array's bytes on one device: its share of the batch, and of tokens."""
     parts, size = sharding.mesh_shape(mesh), x.size * x.dtype.itemsize
     for n, letter in zip(x.shape, "BT" if x.ndim == 3 else "B", strict=False):
         ways = sharding.ways(letter, parts)

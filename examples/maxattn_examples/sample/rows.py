@@ -1,4 +1,4 @@
-"""The batch: its rows, their devices, the noise that each begins with, and shapes of prompts."""
+"""The batch: its rows, their devices and noise, and the shapes of prompts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TOKENS = {"text": 77, "image": 257}  # of CLIP; other encoders' are a setting
 
 @dataclass(frozen=True)
 class Rows:
-    """Count the rows of a run.
+    """The numbers of batch rows of a run.
 
     Args:
         texts: different prompts.
-        count: samples of each.
-        calls: rows of the model for a sample: 2 where guidance is in the same call.
-        ways: devices that the batch is spread over.
+        count: samples of each prompt.
+        calls: batch rows of the model per sample: 2 if both predictions are in one call.
+        ways: devices that the batch is split over.
     """
 
     texts: int
@@ -35,12 +35,12 @@ class Rows:
 
     @property
     def wanted(self) -> int:
-        """Samples that are asked for."""
+        """The number of samples that the user wants."""
         return self.texts * self.count
 
     @property
     def samples(self) -> int:
-        """Samples that are drawn: rows divide over the devices, and the excess is thrown away."""
+        """The number of samples drawn; those beyond `wanted` only make the batch divide."""
         step = self.ways // math.gcd(self.ways, self.calls)
         return -(-self.wanted // step) * step
 
@@ -54,18 +54,18 @@ class Rows:
         return f"{said}, {devices}\n          {instead}"
 
     def spread(self, array: np.ndarray) -> np.ndarray:
-        """Repeat an array's rows, one for each text or one for all, into one for each sample."""
+        """Repeat an array's rows, one for each text or one for all, to one for each sample."""
         of_text = np.arange(self.texts) if len(array) == self.texts else np.zeros(self.texts, int)
         return array[np.resize(np.repeat(of_text, self.count), self.samples)]
 
 
 def batch_ways(mesh: jax.sharding.Mesh | None) -> int:
-    """Count the devices that a batch is spread over."""
+    """Return the number of devices that a batch is split over."""
     return sharding.ways("B", sharding.mesh_shape(mesh))
 
 
 def place(array: np.ndarray, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """Put an array of every process on the devices, its rows over data and fsdp if they divide."""
+    """Put an array that every process has on the devices, batch split if it divides."""
     if mesh is None:
         return jnp.asarray(array)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -75,11 +75,9 @@ def place(array: np.ndarray, mesh: jax.sharding.Mesh | None) -> jax.Array:
 
 
 def noise(seed: int, rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
-    """Draw standard normal noise: that of a row depends on seed and row alone.
+    """Draw standard normal noise; a row's noise depends only on the seed and its number.
 
     Args:
-        seed: of all.
-        rows: how many.
         shape: of one sample.
     """
     keys = (jax.random.fold_in(jax.random.key(seed), row) for row in range(rows.samples))
@@ -87,12 +85,11 @@ def noise(seed: int, rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def told_in_rows(arrays: Arrays, rows: Rows, guided: bool) -> tuple[Arrays, ...]:
-    """Arrange what the model is told: one dict of arrays for each call of a step.
+    """Arrange the model's conditions: one dict of arrays for each call of a step.
 
     Args:
         arrays: of an embeddings file.
-        rows: of the run.
-        guided: whether what is not meant comes before what is.
+        guided: whether the negative prompt's rows come before the prompt's.
     """
     spread = {name: rows.spread(array) for name, array in arrays.items()}
     negative = {name for name in spread if name.startswith("negative_")}
@@ -106,14 +103,14 @@ def told_in_rows(arrays: Arrays, rows: Rows, guided: bool) -> tuple[Arrays, ...]
 
 
 def assumed_lengths(task: SamplingTask) -> dict[str, int]:
-    """Return the tokens of a prompt, and of an image if the model is told one."""
+    """Return the tokens of a prompt, and of an image if the model takes one."""
     text = getattr(task.settings.sampling, "text_tokens", TOKENS["text"])
     image = {"image": TOKENS["image"]} if "image" in task.expected(False) else {}
     return {"text": text} | image
 
 
 def assumed(task: SamplingTask) -> Arrays:
-    """Return zeros of the shapes that encoding one prompt gives."""
+    """Return zeros in the shapes of one encoded prompt."""
     lengths = assumed_lengths(task)
     forms = task.expected(task.settings.sampling.guided).items()
 

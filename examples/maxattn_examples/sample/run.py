@@ -1,4 +1,4 @@
-"""A run of sampling: first all checks, then weights are read, steps taken, files written."""
+"""A run of sampling: check everything, read weights, run the steps, write files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Mesh = jax.sharding.Mesh
 
 
 class Start(NamedTuple):
-    """What a run begins with.
+    """The inputs of a run.
 
     Args:
         told: the model's arrays for each call of a step.
@@ -43,19 +43,17 @@ class Start(NamedTuple):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Tokens of a prompt, and of an image if there is one."""
+        """The tokens of a prompt, and of an image if there is one."""
         told = self.told[0]
         return {name: told[name].shape[1] for name in ("text", "image") if name in told}
 
 
 @sharding.inside_auto_axes()
 def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.ndarray:
-    """Draw samples; write latents, and what they show; return the latents, channels second.
+    """Sample; write latents, and the decoded samples; return the latents, channels second.
 
     Args:
-        task: the model's.
-        paths: of files and folders.
-        mesh: devices to draw on; default the one there is.
+        mesh: default the surrounding one.
 
     Raises:
         ConfigErrors, ConfigError: as `check`.
@@ -76,17 +74,15 @@ def generate(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> np.n
 
 @sharding.inside_auto_axes()
 def explain(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> list[str]:
-    """Return the lines that a run begins with, without its weights and its text encoders.
+    """Return the lines that a run prints first, without reading weights or encoding text.
 
-    Without an embeddings file a prompt is as long as the settings make it.
+    Without an embeddings file, the settings give a prompt's length.
 
     Args:
-        task: the model's.
-        paths: of files and folders.
-        mesh: devices to draw on; default the one there is.
+        mesh: default the surrounding one.
 
     Raises:
-        ConfigErrors: what is wrong with settings and sizes.
+        ConfigErrors: settings or sizes are wrong.
     """
     mesh = sharding.program_mesh(mesh)
     check_plan(task, paths)
@@ -98,24 +94,24 @@ def explain(task: SamplingTask, paths: Paths, mesh: Mesh | None = None) -> list[
 
 
 def run_of(task: SamplingTask, paths: Paths, rows: Rows) -> RunSteps:
-    """Decide what the steps of a batch compute."""
+    """Resolve the steps of a batch."""
     return resolved(task, paths, divides=rows.samples % rows.ways == 0)
 
 
 def start_of_plan(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
-    """Return what a run begins with, in shapes: without an embeddings file nothing is encoded."""
+    """Return a run's inputs; without an embeddings file, zeros in the shapes of a prompt."""
     given = paths.embeddings
     arrays = assumed(task) if given is None else files.read(given, "--embeddings")
     return _told(task, arrays, mesh)
 
 
 def start_of(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
-    """Read or encode what the models are told, and draw the noise."""
+    """Read or encode the model's conditions."""
     return _told(task, arrays_of(task, paths), mesh)
 
 
 def _told(task: SamplingTask, arrays: Arrays, mesh: Mesh | None) -> Start:
-    """Arrange what the model is told in rows."""
+    """Arrange the model's conditions in batch rows."""
     sampling = task.settings.sampling
     guided = sampling.guided
     if not guided:
@@ -128,7 +124,7 @@ def _told(task: SamplingTask, arrays: Arrays, mesh: Mesh | None) -> Start:
 
 
 def arrays_of(task: SamplingTask, paths: Paths) -> Arrays:
-    """Read or encode what the model is told."""
+    """Read or encode the model's conditions."""
     if paths.embeddings is not None:
         return files.read(paths.embeddings, "--embeddings")
     began = time.perf_counter()
@@ -139,10 +135,10 @@ def arrays_of(task: SamplingTask, paths: Paths) -> Arrays:
 
 
 def noise_of(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
-    """Read the noise, or draw it, channels second.
+    """Read or draw the noise, channels second.
 
     Raises:
-        ConfigError: the file has other rows.
+        ConfigError: the file has another number of batch rows.
     """
     if paths.noise is None:
         return noise(task.settings.sampling.seed, rows, task.latents)
@@ -157,7 +153,7 @@ def noise_of(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
 def _opening(
     task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
 ) -> Iterator[str]:
-    """Say what will run."""
+    """Yield the lines that a run prints first."""
     sampling, rows, lengths = task.settings.sampling, start.rows, start.lengths
     for plan in plans_of(task, run.steps, rows.samples * rows.calls, lengths, mesh):
         yield plan.explain()
@@ -174,7 +170,7 @@ def _opening(
 
 
 def _guidance_lines(task: SamplingTask, rows: Rows, run: RunSteps) -> Iterator[str]:
-    """Say how a step calls the model for its two predictions."""
+    """Describe how a step calls the model for its predictions."""
     sampling = task.settings.sampling
     if not sampling.guided:
         yield f"guidance  none: {_computed(run.steps)}"
@@ -191,7 +187,7 @@ def _guidance_lines(task: SamplingTask, rows: Rows, run: RunSteps) -> Iterator[s
 
 
 def _experts_lines(run: RunSteps) -> Iterator[str]:
-    """Say which model takes which steps, where there are several."""
+    """Describe which model computes which steps, if there are several."""
     done, several = 0, len(run.experts) > 1
     for expert in run.experts if several else ():
         end = done + expert.steps
@@ -211,7 +207,7 @@ def _computed(steps: Steps) -> str:
 def walk_of(
     task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
 ) -> Walk:
-    """Put what a run begins with on the devices."""
+    """Put the inputs of a run on the devices."""
     seed, count = task.settings.sampling.seed, task.settings.sampling.num_inference_steps
     schedule, renoises = run.sampler.schedule(count), run.sampler.renoises
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
@@ -224,7 +220,7 @@ def walk_of(
 def _sampled(
     task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
 ) -> np.ndarray:
-    """Take the steps of one model after the other; each is loaded when its turn comes."""
+    """Run the steps of one model after another; load each model before its first step."""
     with walk_of(task, paths, start, run, mesh) as walk:
         for expert in (e for e in run.experts if e.steps):
             model = load(task, paths, mesh, expert.part)

@@ -1,4 +1,4 @@
-"""Which sampler a model's folder asks for: diffusers' `scheduler_config.json`, read strictly."""
+"""Choose the sampler from diffusers' `scheduler_config.json`, and refuse unsupported options."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def read(
     """Read the sampler of a pipeline's folder.
 
     Args:
-        folder: with `scheduler/scheduler_config.json`; None, or without it: what Wan 2.1 at 480p,
-            FLUX.1-dev and SDXL are usually sampled with.
-        family: what the model can be sampled with: "flow" for Wan, "even_flow" for Flux, "discrete"
-            for SDXL.
-        sampler: another one than the file's, with the file's options where both have them.
-        flow_shift: another one than the file's.
-        prediction_type: what the model predicts, where no file says it.
-        given: times or sigmas in the place of the sampler's own.
-        replaced: options that are not taken from the file.
-        scales_noise: as of `Sampler`.
+        folder: with `scheduler/scheduler_config.json`. If it is None or lacks the file, the usual
+            sampler of Wan 2.1 at 480p, FLUX.1-dev or SDXL.
+        family: of the supported samplers: "flow" for Wan, "even_flow" for Flux, "discrete" for
+            SDXL.
+        sampler: overrides the file's; options that both have come from the file.
+        flow_shift: overrides the file's.
+        prediction_type: of the model, if no file gives it.
+        given: times or sigmas that replace the sampler's own.
+        replaced: options that override the file's.
+        scales_noise: as for `Sampler`.
 
     Raises:
-        ConfigErrors: everything that is unknown or not supported, at once.
+        ConfigErrors: all options that are unknown or not supported.
     """
     path = Path(folder or "") / "scheduler" / "scheduler_config.json"
     there = folder is not None and path.is_file()
@@ -102,13 +102,13 @@ def _wrong_family(path: Path, family: Family, sampler: str | None, kind: str) ->
 def _options(
     said: Mapping[str, Any], of: tuple[Family, str], where: str, other: bool
 ) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Return the options of a class, from the file or by default, and what is wrong with them.
+    """Return the options of a class, from the file or by default, and the errors in them.
 
     Args:
-        said: the file.
+        said: the content of the file.
         of: the model's family, and diffusers' class.
         where: the file's name.
-        other: the file is about another class: what it does not say is then what is supported.
+        other: whether the file is for another class; the supported values then are the defaults.
     """
     (family, kind), found, problems = of, {}, [*_unknown(said, where)]
     by_size = BY_SIZE if family == "even_flow" else {}
@@ -168,7 +168,7 @@ def _contradictions(options: Mapping[str, Any], where: str) -> list[ConfigError]
 
 
 def _taken_errors(sampler: str, given: Given | None) -> Iterator[ConfigError]:
-    """Yield that a sampler takes no list."""
+    """Yield an error if the sampler takes no list of times or sigmas."""
     if given is not None and sampler in WITHOUT:
         rule = f"{sampler} takes its steps at times of its own"
         yield ConfigError(given.setting, given, rule, f"set sampling.sampler={WITHOUT[sampler]}")
@@ -178,11 +178,11 @@ def _taken_errors(sampler: str, given: Given | None) -> Iterator[ConfigError]:
 
 
 class Option(NamedTuple):
-    """Hold an option of diffusers' schedulers.
+    """An option of diffusers' schedulers.
 
     Args:
-        default: diffusers', where a file leaves it out.
-        supported: these values alone; empty: any number.
+        default: diffusers' default.
+        supported: the supported values; empty if all numbers are.
     """
 
     default: Any

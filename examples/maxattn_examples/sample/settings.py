@@ -1,4 +1,4 @@
-"""The settings that sampling has in common, whatever is drawn."""
+"""The sampling settings that all families share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .fast import FastSettings, settled
 
 
 class SamplingSettings(Section):
-    """Hold how samples are drawn."""
+    """How samples are drawn."""
 
     family: ClassVar[Family]
     cfg_key: ClassVar[str] = "guidance_scale"
@@ -58,7 +58,7 @@ class SamplingSettings(Section):
 
     @classmethod
     def settled(cls, values: Mapping[str, Any], given: Set[str]) -> Mapping[str, Any]:
-        """Return what a list of times, and the name of a distilled model, say of unset keys."""
+        """Return values of unset keys that follow from a list of times or a distilled model."""
         row = cls._row(values)
         found = {} if row is None else row.settled(values, given, cls.cfg_key)
         own = Given.of({**values, **found})
@@ -71,7 +71,7 @@ class SamplingSettings(Section):
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse lists that cannot be, and what a distilled model was not made for."""
+        """Refuse unusable lists, and settings that differ from a distilled model's."""
         yield from list_errors(values)
         yield from distilled.name_errors(values["distilled"], cls.family)
         row = cls._row(values)
@@ -87,22 +87,22 @@ class SamplingSettings(Section):
 
     @property
     def cfg_scale(self) -> float:
-        """The scale of classifier-free guidance; up to 1 is none."""
+        """The scale of classifier-free guidance; at most 1 turns it off."""
         return getattr(self, self.cfg_key)
 
     @property
     def guided(self) -> bool:
-        """Whether the model is also called with the negative prompt, as diffusers decides it."""
+        """Whether the model is also called with the negative prompt, by diffusers' rule."""
         return self.cfg_scale > 1
 
     @property
     def distilled_as(self) -> Distilled | None:
-        """The row of the table that `distilled` names."""
+        """The row of distilled.yml that `distilled` names."""
         return distilled.of(self.distilled)
 
     @property
     def sampler_changes(self) -> dict[str, Any]:
-        """What `scheduler.read` takes beside a sampler's name and shift."""
+        """The keyword arguments of `scheduler.read` that the settings give."""
         row = self.distilled_as
         return {
             "given": Given.of(self.__dict__),
@@ -112,7 +112,7 @@ class SamplingSettings(Section):
 
 
 class FlowSampling(SamplingSettings):
-    """Hold how models that predict velocities are sampled: their times may be moved by a shift."""
+    """How models that predict velocities are sampled; a shift may move their times."""
 
     warped: bool | None = None
     """Whether timesteps or sigmas are the final values; false: timestep_shift moves them first."""

@@ -1,4 +1,4 @@
-"""A model in sampling: how it is built, its inputs, its calls, and what it shows."""
+"""A model in sampling: how it is built and called, its inputs, and the decoding of its samples."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ Part = Literal["transformer", "unet"]
 
 
 class Expert(NamedTuple):
-    """The steps that a model takes.
+    """The steps of one model.
 
     Attributes:
-        part: the folder of a pipeline that holds it.
-        steps: how many, after those of the expert before.
-        guidance_scale: of these steps.
+        part: the model's folder in a pipeline's.
+        steps: number of steps, after those of the expert before.
         guided: whether the model is also called with the negative prompt.
     """
 
@@ -52,7 +51,7 @@ class SamplingTask(ABC):
     Args:
         settings: of attention, with the sections `model` and `sampling`.
         sizes: of the model, under diffusers' names.
-        folder: the pipeline's; its vae says how many pixels a latent stands for.
+        folder: the pipeline's; its vae gives the pixels per latent.
     """
 
     settings: Any
@@ -69,7 +68,7 @@ class SamplingTask(ABC):
 
     @classmethod
     def of(cls, settings: Any, folder: Path) -> Self:
-        """Take the sizes from the settings, or from the model's folder.
+        """Make the task; its sizes come from the settings, or from the model's folder.
 
         Raises:
             ConfigError, WeightsError: as `SizedModel.found`.
@@ -88,7 +87,7 @@ class SamplingTask(ABC):
     @property
     @abstractmethod
     def layers(self) -> int:
-        """The number of layers, of which steps may skip some."""
+        """The number of layers that steps may reuse or skip."""
 
     @property
     @abstractmethod
@@ -98,15 +97,15 @@ class SamplingTask(ABC):
     @property
     @abstractmethod
     def needs_torch(self) -> tuple[str, ...]:
-        """The parts of a pipeline's folder that encode a prompt; none where torch does nothing."""
+        """The parts of a pipeline's folder that encode a prompt with torch; empty if none do."""
 
     @abstractmethod
     def sampler(self) -> Sampler:
-        """Choose the sampler, as the pipeline and the settings say."""
+        """The sampler that pipeline and settings give."""
 
     @abstractmethod
     def size_errors(self) -> Iterable[ConfigError]:
-        """Yield errors of the size of the sample."""
+        """Yield an error for each size that the model cannot sample."""
 
     @abstractmethod
     def expected(self, guided: bool) -> dict[str, Form]:
@@ -118,7 +117,7 @@ class SamplingTask(ABC):
 
     @abstractmethod
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
-        """Compute once what every step needs of the arrays, the batch first or second."""
+        """Compute the inputs that all steps share; the batch is their first or second axis."""
 
     @abstractmethod
     def predict(
@@ -132,7 +131,7 @@ class SamplingTask(ABC):
 
     @abstractmethod
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
-        """Plan the attention of a step of `rows` rows; `lengths` are tokens of text and image."""
+        """Plan the attention of a step; `lengths` are the tokens of text and image."""
 
     @abstractmethod
     def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
@@ -146,40 +145,40 @@ class SamplingTask(ABC):
 
     @property
     def embedded_guidance(self) -> float | None:
-        """The guidance that is an input of the model; None of a model without it."""
+        """The guidance that is an input of the model, or None."""
         return None
 
     @property
     def takes_image(self) -> bool:
-        """Whether the model can be told an image."""
+        """Whether the model accepts an image."""
         return False
 
     @property
     def needs_image(self) -> bool:
-        """Whether it draws nothing without one."""
+        """Whether the model requires an image."""
         return False
 
     def experts(self, times: Any) -> tuple[Expert, ...]:
-        """Return the models that take the steps at these times, which descend."""
+        """Return the models that compute the steps at these descending times."""
         sampling = self.settings.sampling
         return (Expert(self.part, len(times), sampling.cfg_scale, sampling.guided),)
 
     def completed(self, arrays: Arrays) -> Arrays:
-        """Add what follows from the size of the sample to the arrays of a file."""
+        """Add the arrays that follow from the size of the sample."""
         return arrays
 
     def finished(
         self, x: Float[Array, "B ... C"], told: Mapping[str, Array]
     ) -> Float[Array, "B ... C"]:
-        """Return what is drawn, from the last step's sample and the arrays of its last call."""
+        """Return the final sample, from the last step's sample and its conditions."""
         return x
 
     def undivided(self, units: Sequence[int], rule: str) -> Iterator[ConfigError]:
-        """Yield a height and a width that pixels do not divide.
+        """Yield an error for a height or width that is not a multiple of its unit.
 
         Args:
-            units: pixels along a column and a row.
-            rule: that a size breaks, with {unit} for the pixels.
+            units: pixels along a column and along a row.
+            rule: text with {unit}, for the error.
         """
         for key, unit in zip(("height", "width"), units, strict=True):
             if (value := getattr(self.settings.sampling, key)) % unit:
@@ -188,26 +187,26 @@ class SamplingTask(ABC):
 
 
 class PictureTask(SamplingTask):
-    """A model of pictures, which is told a text and a pooled text."""
+    """A model of pictures, conditioned on a text and a pooled text."""
 
     @property
     def needs_torch(self) -> tuple[str, ...]:
-        """Both text encoders."""
+        """The folders of both text encoders."""
         return ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
 
     @cached_property
     def scale(self) -> int:
-        """Pixels along a side of one of latents; 8 without a vae."""
+        """Pixels along a side per latent; 8 if the folder has no vae."""
         vae = config_of(self.folder, "vae")
         return 2 ** (len(size_of(vae, "block_out_channels", tuple[int, ...], (1,) * 4)) - 1)
 
     def sides(self) -> tuple[int, int]:
-        """Return rows and columns of the latents."""
+        """The rows and columns of the latents."""
         s = self.settings.sampling
         return s.height // self.scale, s.width // self.scale
 
     def texts(self, text: int, pooled: int, guided: bool) -> dict[str, Form]:
-        """Return the forms of text and pooled text, of these widths."""
+        """Return the forms of text and pooled text with these widths."""
         forms: dict[str, Form] = {"text": ("L", text), "pooled": (pooled,)}
         negative = {f"negative_{name}": form for name, form in forms.items()}
         return forms | negative if guided else forms

@@ -1,4 +1,4 @@
-"""The parts of a pipeline that torch runs: what is missing for them, text encoders, a VAE."""
+"""The parts of a pipeline that run in torch: text encoders, a VAE, and errors if one is missing."""
 
 # torch and its packages are optional: types are checked without.
 # pyright: reportMissingImports=false
@@ -22,12 +22,12 @@ INSTALL = 'pip install "maxattn[torch]"'
 
 
 class Needs(NamedTuple):
-    """What a step that torch does needs.
+    """The requirements of a computation in torch.
 
     Args:
-        parts: of the pipeline's folder.
-        package: beside torch.
-        instead: what to do where torch is not installed.
+        parts: folders of the pipeline.
+        package: required beside torch.
+        instead: the alternative, for the error if torch is not installed.
     """
 
     parts: tuple[str, ...]
@@ -36,13 +36,12 @@ class Needs(NamedTuple):
 
 
 def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator[ConfigError]:
-    """Yield why torch's part of a run cannot be done, naming both ways out.
+    """Yield an error if torch, a package or a part is missing; it names both remedies.
 
     Args:
-        option: the command's.
-        what: is done, in words.
+        option: the command-line option.
+        what: the computation, in words.
         model: the pipeline's folder.
-        needs: of the step.
     """
     parts, package, instead = needs
     if missing := [name for name in ("torch", package) if find_spec(name) is None]:
@@ -56,11 +55,11 @@ def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator
 
 
 def device_errors(option: str, device: str) -> Iterator[ConfigError]:
-    """Yield why torch cannot compute on a device; nothing where torch is not installed.
+    """Yield an error if torch cannot use a device; none if torch is not installed.
 
     Args:
-        option: the command's, or the setting.
-        device: as torch names it.
+        option: the command-line option, or the setting.
+        device: torch's name.
     """
     if device == "cpu" or find_spec("torch") is None:
         return
@@ -81,7 +80,7 @@ class TextEncoder:
     Args:
         folder: the pipeline's.
         kind: the encoder's class in transformers.
-        which: the end of the parts' names, such as "_2".
+        which: the suffix of the parts' names, such as "_2".
         dtype: of the encoder; "auto" is that of its file.
         device: cpu or cuda.
     """
@@ -97,7 +96,7 @@ class TextEncoder:
         self.encoder, self.device = encoder.to(device).eval(), device
 
     def tokens(self, prompts: Sequence[str], length: int | None = None) -> Any:
-        """Return ids and mask of prompts, padded and cut to a length; default the tokenizer's."""
+        """Return ids and mask of prompts, padded and cut to `length`, default the tokenizer's."""
         length = length or self.tokenizer.model_max_length
         how: dict[str, Any] = {"padding": "max_length", "max_length": length, "truncation": True}
         return self.tokenizer(list(prompts), return_tensors="pt", **how).to(self.device)
@@ -111,12 +110,12 @@ class TextEncoder:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Copy a tensor of torch, in float32."""
+    """Copy a torch tensor to float32."""
     return x.float().cpu().numpy()
 
 
 def negated(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Take the last row of each array, the negative prompt's, for an array of its own."""
+    """Split off the last batch row of each array, the negative prompt's."""
     negative = {f"negative_{name}": array[-1:] for name, array in arrays.items()}
     return {name: array[:-1] for name, array in arrays.items()} | negative
 
@@ -124,13 +123,13 @@ def negated(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def pictures(
     folder: Path, latents: Float[np.ndarray, "B C h w"], device: str
 ) -> list[UInt8[np.ndarray, "H W 3"]]:
-    """Decode latents into pictures with the folder's vae, one after the other.
+    """Decode latents with the folder's vae, one picture at a time, in float32.
 
-    In float32: float16 overflows in SDXL's VAE.
+    In float16 SDXL's VAE overflows.
 
     Args:
         folder: with vae.
-        latents: as the model sees them.
+        latents: scaled.
         device: cpu or cuda.
     """
     import torch
@@ -149,7 +148,7 @@ def pictures(
 
 
 def _unscaled(x: Any, config: Any) -> Any:
-    """Undo the scale of the latents, and where the VAE has them their shift, or mean and spread."""
+    """Undo the scale of latents, and their shift, or mean and standard deviation, if any."""
     import torch
 
     x = x / config.get("scaling_factor") + (config.get("shift_factor") or 0.0)

@@ -1,4 +1,4 @@
-"""The weights of a run: what is refused of them, and how they are read; LoRA's too."""
+"""Read and check the weights of a run, LoRA weights too."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ JOINED = re.compile(r"(single_transformer|double|single|(?<!lora_)transformer)_b
 
 
 def check_weights(task: SamplingTask, paths: Paths) -> None:
-    """Refuse weights that are not the model's before prompts are encoded, which can take minutes.
+    """Refuse weights of another model before prompts are encoded, which can take minutes.
 
-    Those of every transformer, and LoRA's.
+    All transformers and LoRA weights are checked.
 
     Raises:
         ConfigError: names, shapes or dtypes differ.
@@ -74,12 +74,9 @@ def _check_part(model: nnx.Module, paths: Paths, part: str) -> None:
 def load(
     task: SamplingTask, paths: Paths, mesh: jax.sharding.Mesh | None, part: str = ""
 ) -> nnx.Module:
-    """Build the model and read its weights straight onto the mesh; merge LoRA weights, if any.
+    """Build the model and read its weights directly onto the mesh; merge LoRA weights, if any.
 
     Args:
-        task: the model's.
-        paths: of files and folders.
-        mesh: devices to draw on.
         part: of the pipeline's folder; default the task's.
     """
     began = time.perf_counter()
@@ -108,7 +105,7 @@ def _passed_over(path: Path, prefix: str) -> str:
 
 
 def lora_scale(task: SamplingTask, paths: Paths) -> float:
-    """Return what multiplies LoRA weights: the given scale, else that of a distilled model."""
+    """Return the factor of LoRA weights: the user's, else the distilled model's."""
     row = task.settings.sampling.distilled_as
     usual = 1.0 if row is None else row.lora_scale
     return usual if paths.lora_scale is None else paths.lora_scale
@@ -118,13 +115,13 @@ def lora_scale(task: SamplingTask, paths: Paths) -> float:
 
 
 def parts_of(task: SamplingTask, paths: Paths) -> tuple[str, ...]:
-    """Name the parts of the folder whose weights are read, of those that are there."""
+    """Return the folders of the transformers whose weights the run reads."""
     has_two = boundary_of(paths.model) is not None and paths.weights_of(SECOND).name == SECOND
     return (task.part, SECOND) if has_two else (task.part,)
 
 
 def weights_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
-    """Yield why `--weights` are not those of the model, or weights make videos block by block."""
+    """Yield an error if weights are another model's, or are for block-by-block sampling."""
     yield from _given_errors(task, paths)
     setting = "model.folder" if paths.weights is None else "--weights"
     for part in parts_of(task, paths):
@@ -155,7 +152,7 @@ def _given_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
 
 
 def _class_errors(task: SamplingTask, paths: Paths, part: str) -> Iterator[ConfigError]:
-    """Yield that the class of the model is not that of the folder's."""
+    """Yield an error if the weights' model class differs from the pipeline's."""
     path = paths.weights_of(part)
     ours, theirs = (_class_of(x) for x in (part_of(paths.model, part), path))
     if None not in (ours, theirs) and ours != theirs:
@@ -172,7 +169,7 @@ def _class_of(folder: Path) -> str | None:
 
 
 def lora_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
-    """Yield what cannot be merged into the task's model."""
+    """Yield an error for LoRA weights that cannot be merged into the task's model."""
     if paths.lora_2 is not None and boundary_of(paths.model) is None:
         rule = "it is merged into the second of two transformers, and this pipeline has one"
         yield ConfigError("--lora-2", paths.lora_2, rule, "give --lora")
@@ -197,7 +194,7 @@ def lora_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
 
 
 def family_of(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return the family whose layers are named so, and the first such name; None where none is."""
+    """Return the family whose layers have such names, and the first such name; else None."""
     for name in names:
         spelt = JOINED.sub(r"\1blocks", name).replace(".", "_")
         for family, layers in LAYERS.items():
@@ -207,7 +204,7 @@ def family_of(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def _distilled_errors(task: SamplingTask, option: str, path: Path) -> Iterator[ConfigError]:
-    """Yield LoRA weights that are named as ones of few steps, and are not sampled so."""
+    """Yield an error if a LoRA file's name is that of a distilled LoRA, but settings differ."""
     sampling, row = task.settings.sampling, named_by(path)
     if row is None or row.family != task.family:
         return
@@ -247,7 +244,7 @@ def _check_lora(
     """Refuse LoRA weights that do not fit the task's model.
 
     Raises:
-        ConfigError: naming the option that gave them.
+        ConfigError: it names the option of the file.
     """
     names, strict = paths.lora_names, not paths.lora_lenient
     try:

@@ -1,4 +1,4 @@
-"""Samplers as tables: each makes a `Schedule` of coefficients, and one step runs them all.
+"""Samplers as tables: each makes a `Schedule` of coefficients, and one step function runs them all.
 
     from maxattn_examples.samplers import flow_euler, unipc, euler, ddim, sample
 
@@ -6,8 +6,8 @@
     predict = lambda x, t: model(x, jnp.broadcast_to(t, x.shape[:1]), kv=kv)
     latents = sample(predict, noise, schedule)
 
-`sample` says which times and which sign of the prediction a model has. `lcm` and `flow_lcm`
-re-noise: they also take `keys_of(seed, rows)`, from which each sample's new noise is drawn.
+`sample` documents the times and the sign of the prediction. `lcm` and `flow_lcm` re-noise: they
+also need `keys_of(seed, rows)`, from which each sample's new noise is drawn.
 """
 
 from . import ddim, euler, flow_euler, flow_lcm, lcm, unipc

@@ -1,6 +1,6 @@
-"""DDIM without noise of its own (eta = 0), for models of discrete times.
+"""DDIM with eta = 0, which adds no noise, for models of discrete times.
 
-    x' = sqrt(alpha_bar') x0 + sqrt(1 - alpha_bar') noise,   x0 and noise as the model predicts them
+    x' = sqrt(alpha_bar') x0 + sqrt(1 - alpha_bar') noise,   with the model's x0 and noise
 
 Source: Song et al. 2020, https://arxiv.org/abs/2010.02502; as diffusers' DDIMScheduler.
 """
@@ -17,10 +17,9 @@ def schedule(steps: int, betas: Betas | None = None, *, set_alpha_to_one: bool =
     """Make the schedule of DDIM.
 
     Args:
-        steps: calls of the model, at most the times it was trained at.
-        betas: the noise that the model knows; default SDXL's.
-        set_alpha_to_one: whether the last step goes to alpha_bar 1, clean; else to alpha_bar of the
-            first time.
+        steps: model calls, at most the number of training times.
+        betas: the noise levels of the model's training; default SDXL's.
+        set_alpha_to_one: whether the last step ends at alpha_bar 1, clean, or at the first time's.
     """
     betas = betas or Betas()
     known, times = betas.alpha_bar(), np.round(betas.times(steps)).astype(int)

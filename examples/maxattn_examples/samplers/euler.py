@@ -1,12 +1,12 @@
-"""Models of a thousand discrete times: their noise, and Euler steps along sigma.
+"""Noise levels of models with a thousand discrete times, and Euler steps along sigma.
 
     alpha_bar_t = prod_{s <= t} (1 - beta_s)
     x_t = sqrt(alpha_bar_t) x + sqrt(1 - alpha_bar_t) noise
     sigma = sqrt((1 - alpha_bar) / alpha_bar)
-    x' = x + (sigma' - sigma) * noise,   the model sees x / sqrt(sigma^2 + 1)
+    x' = x + (sigma' - sigma) * noise,   the model's input is x / sqrt(sigma^2 + 1)
 
-Source: Ho et al. 2020, https://arxiv.org/abs/2006.11239; of zero terminal SNR and the spacings, Lin
-et al. 2023, https://arxiv.org/abs/2305.08891; of the steps, Karras et al. 2022,
+Source: Ho et al. 2020, https://arxiv.org/abs/2006.11239; for zero terminal SNR and the spacings,
+Lin et al. 2023, https://arxiv.org/abs/2305.08891; for the steps, Karras et al. 2022,
 https://arxiv.org/abs/2206.00364, as diffusers' EulerDiscreteScheduler.
 """
 
@@ -37,10 +37,10 @@ def schedule(
     """Make the schedule of Euler.
 
     Args:
-        steps: calls of the model.
-        betas: the noise that the model knows; default SDXL's.
-        times: of the steps, falling; default evenly spaced, as `betas` says.
-        sigmas: of the steps, falling, in the place of times.
+        steps: model calls.
+        betas: the noise levels of the model's training; default SDXL's.
+        times: descending; default evenly spaced as in `betas`.
+        sigmas: descending; they replace the times.
     """
     betas = betas or Betas()
     known = known_sigmas(betas)
@@ -61,26 +61,24 @@ def schedule(
 
 
 def known_sigmas(betas: Betas) -> Float[np.ndarray, " T"]:
-    """Compute sigma of every time that the model knows."""
+    """Compute sigma at every time of the model's training."""
     alpha_bar = np.maximum(betas.alpha_bar(), TINY)
     return np.sqrt((1 - alpha_bar) / alpha_bar)
 
 
 @dataclass(frozen=True)
 class Betas:
-    """How noise grows with time; the defaults are SDXL's.
+    """Noise levels by time; the defaults are SDXL's.
 
     Args:
         beta_start, beta_end: the first and last beta.
-        beta_schedule: spaced evenly between them: "linear" beta, "scaled_linear" its square
-            root.
-        num_train_timesteps: how many times there are.
-        rescale_betas_zero_snr: stretch it until nothing is left of the sample at the last time,
-            where alpha_bar is 0.
-        timestep_spacing: which times: "leading" counts from the clean end, "trailing" from the
-            noise, "linspace" has both ends.
+        beta_schedule: evenly spaced between them: "linear" beta, "scaled_linear" its square root.
+        num_train_timesteps: number of times.
+        rescale_betas_zero_snr: rescale so that the last time is pure noise, with alpha_bar 0.
+        timestep_spacing: "leading" counts times from the clean end, "trailing" from the noise,
+            "linspace" includes both ends.
         steps_offset: added to the times of "leading".
-        prediction_type: the model's prediction: the noise ("epsilon") or v ("v_prediction").
+        prediction_type: of the model: the noise ("epsilon") or v ("v_prediction").
     """
 
     beta_start: float = 0.00085
@@ -93,7 +91,7 @@ class Betas:
     prediction_type: Prediction = "epsilon"
 
     def alpha_bar(self) -> Float[np.ndarray, " T"]:
-        """Compute alpha_bar of every time."""
+        """Compute alpha_bar at every time."""
         power = 0.5 if self.beta_schedule == "scaled_linear" else 1.0
         first, last = self.beta_start**power, self.beta_end**power
         betas = np.linspace(first, last, self.num_train_timesteps) ** (1 / power)
@@ -104,7 +102,7 @@ class Betas:
         return alpha_bar
 
     def times(self, steps: int) -> Float[np.ndarray, " n"]:
-        """Choose the times of so many steps, the noisiest first; "linspace" gives fractions."""
+        """Return the times of `steps`, the noisiest first; "linspace" gives fractions."""
         count = self.num_train_timesteps
         check(num_train_timesteps=count, steps=(steps, count))
         if self.timestep_spacing == "leading":

@@ -1,11 +1,10 @@
-"""Flow matching in steps that re-noise: a clean sample from the model's velocity, and new noise.
+"""Flow matching in steps that re-noise: predict a clean sample, and mix it with new noise.
 
     x0 = x - sigma v
     x' = (1 - sigma') x0 + sigma' z,   z new in every step, sigma falls from 1 (noise) to 0 (clean)
 
-Models distilled to predict x0 from fresh noise take these steps (DMD, consistency models); the
-steps of `flow_euler` are deterministic, and the one kind of model draws soft or broken samples with
-the steps of the other.
+Models distilled to predict x0 from fresh noise (DMD, consistency models) need these steps, others
+the deterministic ones of `flow_euler`; with the wrong kind, samples are soft or broken.
 
 Source: Song et al. 2023, https://arxiv.org/abs/2303.01469; Yin et al. 2024, Improved Distribution
 Matching Distillation, https://arxiv.org/abs/2405.14867; as diffusers' FlowMatchLCMScheduler.
@@ -24,9 +23,9 @@ def schedule(steps: int, shift: float = 1.0, *, train_steps: int = 1000) -> Sche
     """Make the schedule of flow-LCM over the grid of `flow_euler.schedule`.
 
     Args:
-        steps: calls of the model.
-        shift: above 1: more of the steps near the noise.
-        train_steps: what sigma 1 is called as a time.
+        steps: model calls.
+        shift: above 1 puts more of the steps near the noise.
+        train_steps: the model's time at sigma 1.
     """
     return over(usual_sigmas(steps, shift, train_steps), train_steps=train_steps)
 
@@ -37,12 +36,12 @@ def over(
     """Make the schedule of steps that re-noise over a grid of sigmas.
 
     Args:
-        sigmas: falling from 1 to 0, one more than there are steps.
-        train_steps: what sigma 1 is called as a time.
-        noise_scale: multiplies standard normal noise to give the first sample.
+        sigmas: falling from 1 to 0; the number of steps plus one.
+        train_steps: the model's time at sigma 1.
+        noise_scale: factor of standard normal noise in the first sample.
 
     Raises:
-        InputError: the sigmas do not fall, or are not from 0 to 1.
+        InputError: the sigmas do not fall, or are not between 0 and 1.
     """
     sigmas = checked(sigmas)
     now, then = sigmas[:-1].astype(np.float64), sigmas[1:].astype(np.float64)

@@ -1,6 +1,6 @@
 """Latent consistency steps, which re-noise, for models of discrete times.
 
-    x0 = (x - sqrt(1 - alpha_bar) noise) / sqrt(alpha_bar),   the noise as the model predicts it
+    x0 = (x - sqrt(1 - alpha_bar) noise) / sqrt(alpha_bar),   with the model's noise
     c  = c_out x0 + c_skip x,   c_skip = d^2 / ((s t)^2 + d^2),   c_out = s t / sqrt((s t)^2 + d^2)
     x' = sqrt(alpha_bar') c + sqrt(1 - alpha_bar') z,   z new in every step; the last x' is c
 
@@ -33,11 +33,11 @@ def schedule(
     """Make the schedule of LCM.
 
     Args:
-        steps: calls of the model.
-        betas: the noise that the model knows; default SDXL's.
-        times: of the steps, falling; default so many of those that the model was distilled at.
-        original_inference_steps: how many those are.
-        timestep_scaling: s; the larger, the less of the noisy sample is in the clean one.
+        steps: model calls.
+        betas: the noise levels of the model's training; default SDXL's.
+        times: descending; default evenly chosen from the distillation's.
+        original_inference_steps: number of times in the distillation.
+        timestep_scaling: s; a larger one puts less of the noisy sample into the clean one.
     """
     betas = betas or Betas()
     t = usual_times(steps, betas, original_inference_steps) if times is None else np.array(times)
@@ -54,12 +54,11 @@ def schedule(
 
 
 def usual_times(steps: int, betas: Betas, original: int) -> np.ndarray:
-    """Choose the times of so many steps, evenly of those that the model was distilled at.
+    """Return the times of `steps`, evenly chosen from those of the distillation.
 
     Args:
-        steps: calls of the model, at most `original`.
-        betas: the noise that the model knows.
-        original: how many times the model was distilled at.
+        steps: model calls, at most `original`.
+        original: number of times in the distillation.
     """
     count = betas.num_train_timesteps
     check(original_inference_steps=(original, count), steps=(steps, original))

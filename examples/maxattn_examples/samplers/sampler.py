@@ -1,4 +1,4 @@
-"""A sampler by its name, with the options of diffusers' schedulers, and lists of its times."""
+"""A sampler by name, with options of diffusers' schedulers, or with a list of times or sigmas."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ SLACK = 1.01  # of a model's largest sigma, which lists often have rounded
 
 @dataclass(frozen=True)
 class Sampler:
-    """Hold a sampler and its options, checked.
+    """A sampler with checked options.
 
     Args:
-        name: of `CLASSES`.
-        options: of diffusers' class, all of them.
-        said_by: where they were read.
+        name: a key of `CLASSES`.
+        options: all options of diffusers' class.
+        said_by: the file that they were read from.
         family: of the model.
-        tokens: of a sample, where its size says how times are shifted.
-        given: times or sigmas in the place of the sampler's own.
-        scales_noise: whether the first sample of a list of sigmas is noise times the first of them.
+        tokens: of a sample, if the shift depends on its size.
+        given: times or sigmas that replace the sampler's own.
+        scales_noise: whether the first sample is noise times the first sigma of `given`.
     """
 
     name: str
@@ -60,14 +60,14 @@ class Sampler:
         return self.name in RENOISING
 
     def of_tokens(self, tokens: int) -> Self:
-        """Return the sampler of samples with so many tokens."""
+        """Return the sampler for samples of `tokens`."""
         return replace(self, tokens=tokens)
 
     def schedule(self, steps: int) -> Schedule:
-        """Make the schedule of so many steps.
+        """Make the schedule of `steps`.
 
         Raises:
-            ConfigError: more steps than the model has times.
+            ConfigError: the model has fewer times than steps.
         """
         o, most = self.options, self.options["num_train_timesteps"]
         if self.family != "discrete":
@@ -89,7 +89,7 @@ class Sampler:
         return lcm.schedule(steps, betas, **how)
 
     def _flow(self, steps: int, most: int) -> Schedule:
-        """Make the schedule of a model that predicts velocities."""
+        """Make the schedule for a model that predicts velocities."""
         o = self.options
         if self.name == "unipc":
             how: dict[str, Any] = {"order": o["solver_order"], "train_steps": most}
@@ -128,16 +128,16 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Given:
-    """A list of times or sigmas that settings have in the place of a sampler's own.
+    """A list of times or sigmas in the settings, which replaces a sampler's own.
 
-    Repositories write such lists in two ways: with the final values, or before a shift towards the
-    noise. [1000, 750, 500, 250] before a shift of 5 is 1000, 937.5, 833.3, 625.
+    Repositories write such lists with final values, or before a shift towards the noise. For
+    example,
+    [1000, 750, 500, 250] before a shift of 5 is 1000, 937.5, 833.3, 625.
 
     Args:
-        key: of the settings.
-        values: falling; the clean end, 0, is not among them.
-        warped: whether these are the final values; False: a shift moves them first; None: the model
-            knows no shift.
+        values: descending, without the final 0.
+        warped: True if these are the final values; False if a shift is applied to them; None if the
+            model has no shift.
     """
 
     key: Key
@@ -146,7 +146,7 @@ class Given:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self | None:
-        """Take the list from settings; None where there is none."""
+        """Return the list in the settings, or None."""
         for key in KEYS:
             if found := values.get(key):
                 warped = values.get("warped")
@@ -156,21 +156,21 @@ class Given:
 
     @property
     def setting(self) -> str:
-        """The setting that has the list."""
+        """The dotted name of the setting."""
         return f"sampling.{self.key}"
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{x:g}' for x in self.values)}]"
 
     def flow(self, shift: float, train_steps: int) -> Float[np.ndarray, " n+1"]:
-        """Return the grid of sigmas for a model of velocities, with 0 at its end.
+        """Return the sigmas for a model that predicts velocities, with a final 0.
 
         Args:
-            shift: moves a list that is not warped.
-            train_steps: what sigma 1 is called as a time.
+            shift: applied to a list with warped=False.
+            train_steps: the model's time at sigma 1.
 
         Raises:
-            ConfigError: a value is not between noise and clean.
+            ConfigError: a value is outside of the range from noise to clean.
         """
         most = train_steps if self.key == "timesteps" else 1
         if not 0 < self.values[-1] <= self.values[0] <= most:
@@ -180,14 +180,14 @@ class Given:
         return np.append(sigmas if self.warped else shifted(sigmas, shift), 0.0)
 
     def discrete(self, sampler: str, betas: Betas) -> dict[str, tuple[float, ...]]:
-        """Return the argument of a sampler's `schedule` that takes the list.
+        """Return the list as an argument of the sampler's `schedule`.
 
         Args:
             sampler: euler or lcm.
-            betas: the noise that the model knows.
+            betas: the noise levels of the model's training.
 
         Raises:
-            ConfigError: the sampler or the model does not know these values.
+            ConfigError: the sampler or the model does not have these values.
         """
         count = betas.num_train_timesteps
         if self.key == "sigmas":
@@ -216,5 +216,5 @@ class Given:
 
 
 def clean_end(key: Key, values: Mapping[str, Any]) -> float | None:
-    """Return the clean end of a list; a time of 0 is one that a model of discrete times knows."""
+    """Return the value at the clean end of a list; None for discrete times, which include 0."""
     return 0 if key == "sigmas" or "warped" in values else None

@@ -1,16 +1,16 @@
-"""One step for every sampler: sums of arrays, with coefficients that the sampler's file computes.
+"""One step function for every sampler: sums of arrays, with coefficients from the sampler's file.
 
-x is the sample, y the model's output for scale * x at a time, m the part of it that is remembered,
-m1..mK what earlier steps remembered (the last one first), `last` the corrected sample of the step
+x is the sample, y the model's output for scale * x at a time, m a sum of both that is stored,
+m1..mK those that earlier steps stored (the latest first), `last` the corrected sample of the step
 before:
 
     m  = remember . (x, y)
-    c  = correct  . (x, last, m, m1..mK)     the sample, corrected by the model's output for it
+    c  = correct  . (x, last, m, m1..mK)     the sample, corrected with the model's output for it
     x' = predict  . (c, m, m1..mK) + fresh z
 
-A sampler of one step has K = 0 and corrects nothing. One that re-noises adds new noise z in every
-step but the last; a deterministic one has no column `fresh`. The coefficients are computed in
-float64 on the host; the sums are float32, whatever the model computes in.
+A one-step sampler has K = 0 and corrects nothing. One that re-noises adds new noise z in every step
+but the last; a deterministic one has no column `fresh`. The coefficients are computed in float64 on
+the host; the sums are float32, whatever dtype the model computes in.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ KIND = "threefry2x32"  # of keys; named, so that the noise does not depend on a 
 
 
 class Schedule(NamedTuple):
-    """The numbers of n steps; a pytree, so it may be traced.
+    """The coefficients of n steps; a pytree, so it may be traced.
 
     Args:
-        noise_scale: multiplies standard normal noise to give the first sample.
-        times: what the model is told, 0 (clean) to 1000 (noise), [n].
-        scale: multiplies the sample before the model sees it, [n].
+        noise_scale: factor of standard normal noise in the first sample.
+        times: inputs of the model, 0 (clean) to 1000 (noise), [n].
+        scale: factor of the sample in the model's input, [n].
         remember: of sample and output, [n, 2].
         correct: of sample, last sample, m and m1..mK, [n, 3 + K].
         predict: of the corrected sample, m and m1..mK, [n, 2 + K].
@@ -63,9 +63,9 @@ class State(NamedTuple):
 
     Args:
         x: the sample, float32.
-        last: the corrected sample of the step before, where K > 0.
+        last: the corrected sample of the step before, if K > 0.
         memory: m1..mK.
-        keys: of the new noise of each sample.
+        keys: for each sample's new noise.
     """
 
     x: Array
@@ -75,11 +75,10 @@ class State(NamedTuple):
 
 
 def check(shift: Any = 1.0, **counts: Any) -> None:
-    """Refuse a shift that is not positive, and counts that are no whole numbers from 1.
+    """Refuse a shift that is not positive, and counts that are not positive integers.
 
     Args:
-        shift: of sigmas towards the noise.
-        counts: by name; a pair is a count and the most that it may be.
+        counts: by name; a pair is a count and its maximum.
     """
     for name, value in counts.items():
         number, most = value if isinstance(value, tuple) else (value, None)
@@ -99,12 +98,12 @@ def one_step(
     noise_scale: float = 1.0,
     fresh: np.ndarray | None = None,
 ) -> Schedule:
-    """Make the schedule of a sampler that remembers nothing: x' = predict . (x, y) + fresh z.
+    """Make the schedule of a sampler without memory: x' = predict . (x, y) + fresh z.
 
     Args:
         times: [n].
         predict: of sample and output, [n, 2].
-        scale: of the sample before the model sees it; one number, or [n].
+        scale: factor of the sample in the model's input; one number, or [n].
         noise_scale: of the first sample.
         fresh: of new noise, [n]; None for a deterministic sampler.
     """
@@ -115,18 +114,17 @@ def one_step(
 
 
 def schedule_of(noise_scale: float, *arrays: np.ndarray) -> Schedule:
-    """Make a schedule of float64 numbers, in the order of its fields."""
+    """Make a schedule from float64 arrays, in the order of its fields."""
     tables = (jnp.asarray(np.asarray(a, np.float32)) for a in arrays)
     return Schedule(jnp.float32(noise_scale), *tables)
 
 
 def start(schedule: Schedule, noise: Float[Array, "B ..."], keys: Keys | None = None) -> State:
-    """Make the state before the first step.
+    """Return the state before the first step.
 
     Args:
-        schedule: of the sampler.
         noise: standard normal.
-        keys: from `keys_of`, for a sampler that re-noises.
+        keys: from `keys_of`, if the sampler re-noises.
     """
     x = schedule.noise_scale * noise.astype(jnp.float32)
     # Each its own array: a donated buffer must not be in the state twice.
@@ -142,18 +140,17 @@ def step(
     predict: Predict,
     fresh: Float[Array, "B ..."] | None = None,
 ) -> State:
-    """Take step i.
+    """Run step i.
 
     Args:
-        schedule: of the sampler.
-        i: 0 to n - 1; may be traced. A traced one beyond these gives NaN.
+        i: 0 to n - 1; a traced i out of range gives NaN.
         state: from `start` or the step before.
-        predict: the model, from a sample and a time to its output.
-        fresh: the step's standard normal noise, for a sampler that re-noises; default drawn from
-            the state's keys.
+        predict: the model: a function of sample and time.
+        fresh: the step's standard normal noise, if the sampler re-noises; default drawn from the
+            state's keys.
 
     Raises:
-        InputError: the schedule does not have the step, or a sampler that re-noises has no noise.
+        InputError: i is out of range, or a sampler that re-noises has neither `fresh` nor keys.
     """
     n = len(schedule.times)
     if isinstance(i, int) and not 0 <= i < n:
@@ -245,14 +242,14 @@ def sample(
 
 
 def keys_of(seed: int, rows: int) -> UInt32[np.ndarray, "B 2"]:
-    """Make a key for each place in the batch.
+    """Make a key for each sample of a batch.
 
-    New noise depends on the seed, the place in the batch and the step alone: a sample keeps its
-    noise on any mesh, and in a batch of any size.
+    New noise depends only on the seed, the sample's number in the batch and the step: it is the
+    same
+    on any mesh, and in a batch of any size.
 
     Args:
-        seed: of the run.
-        rows: of the batch.
+        rows: number of samples.
     """
     first = jax.random.key(seed, impl=KIND)
     keys = (jax.random.key_data(jax.random.fold_in(first, row)) for row in range(rows))
@@ -264,7 +261,7 @@ def drawn(keys: Keys, step: Any, shape: tuple[int, ...]) -> Float[Array, "B ..."
 
     Args:
         keys: from `keys_of`.
-        step: 0 for the first; may be traced.
+        step: from 0; may be traced.
         shape: of one sample.
     """
 
@@ -290,7 +287,7 @@ def _step(
 
 
 def _renewed(x: Array, row: Schedule, i: Any, state: State, fresh: Array | None) -> Array:
-    """Add a step's new noise, where the sampler does."""
+    """Add a step's new noise if the sampler re-noises."""
     if row.fresh is None:
         return x
     if fresh is not None:

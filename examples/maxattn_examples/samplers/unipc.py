@@ -1,4 +1,4 @@
-"""UniPC for flow matching: a multistep predictor, and a corrector that costs no call of the model.
+"""UniPC for flow matching: a multistep predictor, and a corrector without an extra model call.
 
 sigma falls from 1 to 0; alpha = 1 - sigma, lambda = log(alpha / sigma), and m = x - sigma * v is
 the clean sample that the model predicts. A step of size h = lambda' - lambda and order p is
@@ -6,11 +6,11 @@ the clean sample that the model predicts. A step of size h = lambda' - lambda an
     x' = (sigma' / sigma) x - alpha' (e^-h - 1) (m + sum_j rho_j (m_j - m) / r_j)
 
 over the p - 1 clean samples m_j of the steps before, r_j = (lambda_j - lambda) / h. The corrector
-takes the same step once more, with the model's output at its end as another sample of r = 1. The
-rho solve a small linear system.
+repeats the step, with the model's output at its end as a further sample of r = 1. The rho solve a
+small linear system.
 
-Source: Zhao et al. 2023, https://arxiv.org/abs/2302.04867. The grid of sigmas, and rho = 1/2 where
-a system has one unknown, are those of diffusers' UniPCMultistepScheduler.
+Source: Zhao et al. 2023, https://arxiv.org/abs/2302.04867. The grid of sigmas, and rho = 1/2 for a
+system of one unknown, are those of diffusers' UniPCMultistepScheduler.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def schedule(
     """Make the schedule of UniPC for a model that predicts the velocity.
 
     Args:
-        steps: calls of the model.
-        shift: above 1: more of the steps near the noise. Wan 2.1: 3 at 480p, 5 at 720p.
+        steps: model calls.
+        shift: above 1 puts more of the steps near the noise. Wan 2.1: 3 at 480p, 5 at 720p.
         order: of the predictor, 1 to 3; the first and last steps have a lower one.
-        uncorrected: steps whose result is not corrected.
-        train_steps: what sigma 1 is called as a time.
+        uncorrected: steps without a corrector.
+        train_steps: the model's time at sigma 1.
     """
     check(shift, steps=steps, order=(order, 3), train_steps=train_steps)
     sigmas = _sigmas(steps, shift, train_steps)
@@ -81,7 +81,7 @@ def _predictor(sigmas: Numbers, i: int, p: int) -> Numbers:
 def _corrector(sigmas: Numbers, i: int, p: int) -> Numbers:
     """Compute the coefficients of the last x, m at i, m at i - 1 and the p - 1 samples before.
 
-    They take the step from i - 1 to i once more.
+    They repeat the step from i - 1 to i.
     """
     h, ratios = _step(sigmas, i - 1, i, p)
     ratios = np.append(ratios, 1.0)
@@ -92,7 +92,7 @@ def _corrector(sigmas: Numbers, i: int, p: int) -> Numbers:
 
 
 def _solved(ratios: Numbers, rhs: Numbers) -> Numbers:
-    """Return the rho: of one unknown 1/2, as in diffusers, else of the linear system."""
+    """Return the rho: 1/2 for one unknown, as in diffusers, else the linear system's solution."""
     if len(ratios) == 1:
         return np.array([0.5])
     return np.linalg.solve(np.vander(ratios, len(ratios), increasing=True).T, rhs)

@@ -1,4 +1,4 @@
-"""A sampler's walk whose steps compute, reuse and are guided as `maxattn.steps` resolved."""
+"""A sampling loop in which each step computes, reuses or is guided as `maxattn.steps` resolved."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ PredictOf = Callable[[Array, Array, str], Array]
 
 
 class Guided:
-    """The predictions of each step, with what is kept between steps, for one compiled loop.
+    """The guided predictions of all steps, with sums saved between steps, for one compiled loop.
 
     Args:
-        predict: the model.
         steps: what each step computes.
         scale: of guidance.
-        batched: whether two predictions are one call, "both", of twice the rows.
+        batched: whether both predictions are one call, "both", with twice the batch rows.
     """
 
     def __init__(self, predict: PredictOf, steps: Steps, scale: Any, batched: bool) -> None:
@@ -42,7 +41,7 @@ class Guided:
         )
 
     def kept(self, x: Array) -> Kept:
-        """Return the empty sums of every kind of step, so that all of them keep the same shapes."""
+        """Return zeros for the sums of every kind of step, which fix the scan's carry."""
         found: dict[str, Added] = {}
         for kind, _ in self.kinds:
             if kind.keeps and kind.layers == "compute":
@@ -57,7 +56,7 @@ class Guided:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
 
     def __call__(self, row: Any, kept: Kept, x: Array, t: Array) -> tuple[Array, Kept]:
-        """Return the guided prediction of a step, and what is kept after it."""
+        """Return a step's guided prediction, and the sums saved after it."""
         which, numbers = row
 
         def branch(kind: Step, takes_both: bool, kept: Kept) -> tuple[Array, Kept]:
@@ -84,7 +83,7 @@ class Guided:
 
 
 def _kinds(steps: Steps, batched: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield the structure of each step, and whether it takes sums of a call of both predictions."""
+    """Yield each step's structure, and whether its sums are of both predictions."""
     takes_both = False
     for step in steps:
         if step.layers == "compute" and step.keeps:
@@ -93,7 +92,7 @@ def _kinds(steps: Steps, batched: bool) -> Iterator[tuple[Any, bool]]:
 
 
 def check_steps(steps: Steps | None, count: int, scale: Any) -> None:
-    """Refuse steps of another number than the schedule has, and a scale that no step would use."""
+    """Refuse steps whose number differs from the schedule's, and an unused scale."""
     if scale is not None and not any(step.guidance == "two" for step in steps or ()):
         rule, remedy = "no step is guided", "resolve steps with guided=True, and give them as steps"
         raise InputError("scale", "given", rule, remedy)
@@ -110,7 +109,7 @@ def _numbers(step: Step) -> Mapping[str, Any]:
 
 
 def _like(new: Added | None, old: Added) -> Added:
-    """Return what a step left in the shapes of the whole run."""
+    """Return a step's sums in the shapes of the scan's carry."""
     if new is None:
         return old
     sums = tuple((*n, *o)[: len(o)] for n, o in zip(new.sums, old.sums, strict=True))

@@ -1,4 +1,4 @@
-"""Video of any length, block by block: one compiled program a block."""
+"""Sample videos of any length block by block, with one compiled program per block."""
 
 from .denoising import Denoising
 from .reel import Reel, load, save

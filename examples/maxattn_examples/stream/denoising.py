@@ -1,12 +1,12 @@
-"""The times of denoising a block, its steps, and the noise of its clean pass.
+"""How a block is denoised: the times of its steps, the steps, and the noise of its clean pass.
 
     x0 = x - sigma v                                    sigma = time / 1000, v the velocity
     few_step:    x' = (1 - sigma') x0 + sigma' noise    fresh noise in every step
     flow_euler:  x' = x + (sigma' - sigma) v
 
-Few-step models learned to predict x0 from fresh noise at these very times; ordinary ones take Euler
-steps. Lists of times are often written before a shift towards the noise: entry s of 1000 then
-stands for 1000 shift u / (1 + (shift - 1) u), u = s / 1000.
+Few-step models were trained to predict x0 from fresh noise at exactly these times; others need
+Euler steps. Lists of times are often written before a shift towards the noise: entry s of 1000 is
+then the time 1000 shift u / (1 + (shift - 1) u), u = s / 1000.
 
 Source: Huang et al. 2025, Self Forcing, https://arxiv.org/abs/2506.08009
 """
@@ -31,19 +31,20 @@ TRAINING_TIMES = 1000
 
 @dataclass(frozen=True)
 class Denoising:
-    """How a block is made from noise.
+    """How a block is denoised.
 
     Args:
         denoising_steps: times of the steps, descending, at most 1000.
-        warp_steps: whether these are written before the shift; False takes them as they are.
-        timestep_shift: above 1: more of the steps near the noise.
+        warp_steps: whether the shift is applied to these times.
+        timestep_shift: above 1 puts more of the steps near the noise.
         sampler: "few_step" or "flow_euler".
-        context_noise: share of noise in the clean pass over a block, whose time it is told; 0 for
-            models that were trained on context without noise.
-        clean_pass: whether there is one. Without it later blocks see keys and values of the last
-            step's noisy input, which no model is trained for: for contrast.
-        guidance_scale: of classifier-free guidance; 1 is none. Else what the model is told has
-            two rows for each video, the negative ones first.
+        context_noise: share of noise in the clean pass over a block, and its time; 0 for models
+            that
+            were trained on context without noise.
+        clean_pass: False leaves it out: later blocks then attend to keys and values of the last
+            step's noisy input, which no model is trained for; for comparison only.
+        guidance_scale: of classifier-free guidance; 1 turns it off. Otherwise the condition has two
+            batch rows for each video, the negative ones first.
 
     Raises:
         InputError: a number is out of range.
@@ -65,28 +66,28 @@ class Denoising:
 
     @property
     def times(self) -> Float[np.ndarray, " n"]:
-        """The model's times of the steps, 1000 for noise."""
+        """The model's times in the steps, 1000 for noise."""
         return self.sigmas[:-1] * np.float32(TRAINING_TIMES)
 
     @property
     def sigmas(self) -> Float[np.ndarray, " n+1"]:
-        """The share of noise before each step, and 0."""
+        """The share of noise before each step, then 0."""
         u = np.asarray(self.denoising_steps, np.float64) / TRAINING_TIMES
         sigmas = shifted(u, self.timestep_shift) if self.warp_steps else u
         return np.append(sigmas, 0.0).astype(np.float32)
 
     @property
     def rows(self) -> int:
-        """Rows of the model for one video."""
+        """Batch rows of the model per video."""
         return 1 if self.guidance_scale == 1 else 2
 
     def step(self, x: Array, velocity: Array, sigmas: Any, noise: Array) -> Array:
-        """Take a step.
+        """Return the sample after a step.
 
         Args:
             x: the sample, float32.
-            velocity: that the model predicts.
-            sigmas: of the sample, and of the next one.
+            velocity: the model's prediction.
+            sigmas: of this sample, and of the next.
             noise: fresh, of the shape of x.
         """
         sigma, after = sigmas
@@ -95,7 +96,7 @@ class Denoising:
         return noised(x - sigma * velocity, after, noise)
 
     def guided(self, velocity: Float[Array, "R ..."]) -> Float[Array, "B ..."]:
-        """Lead away from the negative rows, where there are any."""
+        """Apply classifier-free guidance, if there are negative rows."""
         if self.rows == 1:
             return velocity
         without, with_ = jnp.split(velocity, 2)

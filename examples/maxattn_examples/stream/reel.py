@@ -1,10 +1,9 @@
-"""`Reel`, a video that is being made; `save` keeps one in a folder, and `load` continues it bit for
-bit.
+"""`Reel`, an unfinished video; `save` writes one to a folder, `load` continues it bit for bit.
 
-    FOLDER/reel.json               the rollout that made it, and where the video is
-    FOLDER/reel-NAME.safetensors   cache, clean latents, and what the model is told
+    FOLDER/reel.json               the rollout that made it, and the frame reached
+    FOLDER/reel-NAME.safetensors   cache, clean latents and condition
 
-The JSON file names the other one and is written last, so a folder holds one whole reel at any time.
+The JSON file names the other one and is written last, so a folder always has one whole reel.
 """
 
 from __future__ import annotations
@@ -51,16 +50,15 @@ OF_CACHE = {
 
 @dataclass(frozen=True, eq=False)
 class Reel:
-    """The state that the next block is made from. Its cache can be continued once.
+    """The state from which the next block is sampled. It can be continued once.
 
     Args:
         told: the model's condition for every block from here on.
-        batch: videos that are made side by side.
+        batch: number of videos.
         frame: the number of the next frame.
-        cache: keys and values of the frames that are kept; None where each block runs its context
-            anew.
-        clean: (first frame, latents) of the blocks that later ones may need: those with a frame
-            that is kept.
+        cache: keys and values of the frames in the window; None if each block recomputes its
+            context.
+        clean: (first frame, latents) of the blocks with a frame that a later block may need.
     """
 
     told: Any
@@ -70,17 +68,17 @@ class Reel:
     clean: tuple[tuple[int, Latents], ...] = ()
 
     def with_clean(self, latents: Latents, kept: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return the clean blocks with one more, less those of which nothing is kept.
+        """Return the clean blocks with one more, without those that are not needed any more.
 
         Args:
-            latents: of the block that follows.
-            kept: the frames that are kept from then on.
+            latents: of the new block.
+            kept: the frames that later blocks need.
         """
         blocks = (*self.clean, (self.frame, latents))
         return tuple(b for b in blocks if any(b[0] <= f < b[0] + b[1].shape[1] for f in kept))
 
     def frames(self, numbers: tuple[int, ...]) -> Latents:
-        """Return the clean latents of frames that are kept."""
+        """Return the clean latents of these frames."""
         of_frame = {
             start + i: block[:, i] for start, block in self.clean for i in range(block.shape[1])
         }
@@ -88,15 +86,15 @@ class Reel:
 
 
 def save(run: Rollout, reel: Reel, folder: str | Path) -> Path:
-    """Write a reel in place of the one that a folder holds; return the JSON file.
+    """Write a reel, in place of the folder's last one; return the JSON file.
 
     Args:
         run: the rollout that makes the video.
-        reel: no block was made from it yet.
-        folder: made where it is missing.
+        reel: not continued yet.
+        folder: is made if it does not exist.
 
     Raises:
-        InputError: its cache is used up.
+        InputError: the reel was continued, so its cache was donated.
     """
     before = "a reel is saved before the next block is made of it"
     check_unused(reel, before, "save what block() returned last")
@@ -108,17 +106,18 @@ def save(run: Rollout, reel: Reel, folder: str | Path) -> Path:
 
 
 def load(run: Rollout, folder: str | Path, like: Any) -> Reel:
-    """Read a reel; the next block of it is the one that would have followed.
+    """Read a reel; its next block equals the one that the saved rollout would have made.
 
     Args:
-        run: as the one that saved it: stream, sides, steps and seed; the weights are not compared.
-        folder: that `save` wrote.
-        like: the model's condition, or shapes of it, such as `jax.eval_shape` gives. The values
-            are those of the file; `run.switch` changes them.
+        run: equal to the one that saved it in stream, sides, steps and seed; weights are not
+            compared.
+        folder: written by `save`.
+        like: the model's condition, or its shapes, such as `jax.eval_shape` gives. The values come
+            from the file; `run.switch` changes them.
 
     Raises:
-        InputError: the rollout is another, or the file is not whole or holds something else.
-        ConfigError: there is no JSON file, or it is none.
+        InputError: the rollout differs, or the file is incomplete or has other content.
+        ConfigError: there is no JSON file, or it is not JSON.
         WeightsError: there is no file of arrays, or it is broken.
     """
     folder = Path(folder)
@@ -136,12 +135,11 @@ def check_unused(
     what: str = "a reel is gone on from once",
     remedy: str = "go on from the reel that was returned last; `save` keeps one",
 ) -> None:
-    """Refuse a reel whose cache was donated: the next block was made from it.
+    """Refuse a reel that was continued, so that its cache was donated.
 
     Args:
-        reel: that is used again.
-        what: must be done before, in words.
-        remedy: as errors say it.
+        what: the rule, for the error.
+        remedy: for the error.
     """
     arrays = (x for x in jax.tree.leaves(reel.cache) if isinstance(x, jax.Array))
     # A traced array was not donated.
@@ -154,7 +152,7 @@ def check_unused(
 
 
 def _arrays(reel: Reel) -> dict[str, Any]:
-    """Name all arrays of a reel; keys and values are one array, or one for each layer."""
+    """Name all arrays of a reel; keys and values are one array, or one per layer."""
     found = {f"told.{i}": x for i, x in enumerate(jax.tree.leaves(reel.told))}
     found |= {f"clean.{first}": x for first, x in reel.clean}
     if (cache := reel.cache) is None:
@@ -182,7 +180,7 @@ def _saved(run: Rollout, reel: Reel, file: str) -> dict[str, Any]:
 
 
 def _settings_of(run: Rollout) -> dict[str, Any]:
-    """Return the settings that the numbers of a rollout depend on beside its weights, for JSON."""
+    """Return the settings that a rollout's results depend on, without weights, for JSON."""
     own = {"stream": asdict(run.stream), "sides": run.sides, "seed": run.seed}
     own |= {"re_prefill": run.re_prefill, "time_scale": run.time_scale, "how": asdict(run.how)}
     return json.loads(json.dumps(own))
@@ -205,7 +203,7 @@ def _write(folder: Path, file: str, arrays: Mapping[str, Any], saved: Mapping[st
 
 
 def _begun(run: Rollout, saved: Mapping[str, Any], like: Any) -> Reel:
-    """Make a reel of the same shapes, which holds nothing."""
+    """Make an empty reel of the saved shapes."""
     cache, shape = saved["cache"], (saved["batch"], *run.sides)
     how: dict[str, Any] = {}
     if cache is not None:
@@ -224,7 +222,7 @@ def _begun(run: Rollout, saved: Mapping[str, Any], like: Any) -> Reel:
 
 
 def _read(path: Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Read arrays, and refuse others than those that are wanted."""
+    """Read arrays; refuse unexpected ones."""
 
     def form(x: Any) -> str:
         if x is None:
@@ -242,7 +240,7 @@ def _read(path: Path, wanted: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _placed(x: np.ndarray, like: Any) -> jax.Array:
-    """Put an array on the devices of the one that it replaces."""
+    """Put an array on the devices of the one it replaces."""
     where = None if isinstance(like, jax.Array) and not like.committed else like.sharding
     return jnp.asarray(x) if where is None else jax.device_put(x, where)
 
@@ -264,7 +262,7 @@ def _filled(begun: Reel, arrays: Mapping[str, jax.Array], saved: Mapping[str, An
 
 
 def _check_saved(saved: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a JSON file that lacks something, or holds more, or other types of values."""
+    """Refuse a JSON file whose keys or types differ from `KINDS`."""
     _check_types(saved, KINDS, folder)
     if saved["format"] != FORMAT:
         rule, remedy = f"files of format {FORMAT} are read here", "make the video anew"
@@ -290,7 +288,7 @@ def _check_types(saved: Mapping[str, Any], kinds: Mapping[str, Any], folder: Pat
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a rollout that would make other numbers than the one that saved the reel."""
+    """Refuse a rollout whose settings differ from those that the reel was saved with."""
     for key in sorted(before.keys() | now.keys()):
         if (was := before.get(key)) != (is_ := now.get(key)):
             rule = f"a video goes on as it was begun, and this one was with {was}"

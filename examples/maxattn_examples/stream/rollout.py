@@ -1,4 +1,4 @@
-"""Make a video block by block with any model that takes a cache.
+"""Sample a video block by block with any model that takes a cache.
 
     for each step:  v, cache = model(x, t, cache);  x = next sample    writes noisy keys and values
     clean pass:     _, cache = model(x, 0, cache)                      overwrites them
@@ -30,21 +30,22 @@ Choose = Callable[[int], Sequence[int]]
 
 
 class Rollout:
-    """Make videos of any length.
+    """Sample videos of any length.
 
     Args:
         model: called as `model(latents, t, kv=told, cache=cache)`, it returns a velocity and the
-            cache; `model.cache(stream, batch, frames)` makes an empty one. After a change of what
-            the model is told, `positions=` says the numbers of the frames.
-        stream: blocks, window and sink, those of the model's training.
+            cache; `model.cache(stream, batch, frames)` makes an empty one. After a change of the
+            condition, `positions=` gives the frame numbers.
+        stream: blocks, window and sink, as in the model's training.
         sides: rows, columns and channels of a frame of latents.
         how: times of the steps, sampler and clean pass.
-        seed: of the noise. That of a frame depends on the seed, its row and its number alone: a
-            video goes on bit for bit wherever it was left.
-        re_prefill: True: no cache is kept. Each block runs the frames that its window shows anew,
-            from position 0 on, and its steps read their keys and values. Or a function that
-            chooses these frames, whole blocks of them, by the number of the block's first one.
-        call: of the model, where it differs: `call(model, latents, t, told, **seen)`.
+        seed: of the noise. A frame's noise depends only on the seed, its batch row and its number,
+            so
+            a saved video continues bit for bit.
+        re_prefill: True uses no cache: each block recomputes the frames of its window from position
+            0, and its steps read their keys and values. Or a function that chooses these frames,
+            whole blocks, from the number of the block's first frame.
+        call: how to call the model, if not as above: `call(model, latents, t, told, **seen)`.
         time_scale: the time of pure noise; default 1000.
         options: of XLA's compiler, as `jax.jit(compiler_options=...)` takes them.
 
@@ -80,14 +81,15 @@ class Rollout:
     # ---- public methods --------------------------------------------------------------------------
 
     def begin(self, told: Any, batch: int = 1, frames: int | None = None, **how: Any) -> Reel:
-        """Begin a video of nothing.
+        """Return the reel before the first block.
 
         Args:
-            told: what the model is told, such as `model.encode(text)`; with guidance two rows for
+            told: the model's condition, such as `model.encode(text)`; with guidance two batch rows
+                for
                 each video, the negative ones first.
-            batch: videos.
-            frames: the most that can be made, of a stream without a window.
-            how: more for `model.cache`.
+            batch: number of videos.
+            frames: the most frames that can be made with a stream without a window.
+            how: further arguments of `model.cache`.
         """
         if self.re_prefill:
             return Reel(told, batch)
@@ -95,15 +97,15 @@ class Rollout:
         return Reel(told, batch, cache=cache)
 
     def prefix(self, reel: Reel, latents: Latents, *, at_once: bool = False) -> Reel:
-        """Begin with clean frames: an image, or a video that is to go on.
+        """Start with clean frames: an image, or a video to continue.
 
         Args:
-            reel: as `begin` gave it.
+            reel: from `begin`.
             latents: whole blocks; an image is the one frame of a stream with `first_frame_alone`.
-            at_once: in one pass instead of one a block.
+            at_once: in one pass instead of one per block.
 
         Raises:
-            InputError: frames are made already, or these are no whole blocks.
+            InputError: the reel has frames already, or these are not whole blocks.
         """
         _check_prefix(reel, latents, self.stream, self.sides)
         count = latents.shape[1]
@@ -115,16 +117,16 @@ class Rollout:
         return reel
 
     def block(self, reel: Reel) -> tuple[Latents, Reel]:
-        """Make the next block.
+        """Sample the next block.
 
         Args:
-            reel: what it is made from; its cache is used up.
+            reel: is continued; its cache is donated.
 
         Returns:
-            The latents, and what the block after it is made from.
+            The latents, and the next reel.
 
         Raises:
-            InputError: it was gone on from already.
+            InputError: the reel was continued before.
         """
         check_unused(reel)
         frame = np.int32(reel.frame)
@@ -135,23 +137,24 @@ class Rollout:
         return x, self._gone_on(replace(reel, cache=cache.advance()), x)
 
     def blocks(self, reel: Reel, count: int) -> Iterator[tuple[Latents, Reel]]:
-        """Make so many blocks, one after the other."""
+        """Sample `count` blocks, one after another."""
         for _ in range(count):
             x, reel = self.block(reel)
             yield x, reel
 
     def switch(self, reel: Reel, told: Any) -> Reel:
-        """Change the condition from the next block on, such as the prompt.
+        """Change the condition, such as the prompt, from the next block on.
 
-        The frames that are kept are cached anew under it, block by block from their clean latents,
-        at their own positions: as if the video had begun with them under the new prompt.
+        The frames in the window are cached again under it, block by block from their clean latents,
+        at
+        their own positions: as if the video had begun with them under the new prompt.
 
         Args:
-            reel: what the next block is made from; its cache is used up.
+            reel: is continued; its cache is donated.
             told: as for `begin`.
 
         Raises:
-            InputError: the reel was gone on from already.
+            InputError: the reel was continued before.
         """
         check_unused(reel)
         reel = replace(reel, told=told)
@@ -168,22 +171,22 @@ class Rollout:
         return replace(reel, cache=cache.refilled(self.stream, reel.frame))
 
     def lower(self, reel: Reel) -> Any:
-        """Lower the program that makes the next block, to compile it before there are weights.
+        """Lower the program for the next block, to compile it before weights are loaded.
 
         Args:
-            reel: with a cache; shapes in place of arrays will do, here and in the model.
+            reel: with a cache; it and the model may have shapes in place of arrays.
 
         Returns:
-            jax's `Lowered`. Once it is compiled, `block` finds the program.
+            jax's `Lowered`. Once it is compiled, `block` uses the program.
         """
         given = reel.cache, reel.told, np.int32(reel.frame)
         return self._make.lower(self._parameters, *given, reel.batch)
 
     def update(self, model: Any) -> None:
-        """Take the weights of another model of the same sizes; compiled programs stay.
+        """Replace the weights by another model's of the same structure; compiled programs stay.
 
         Raises:
-            InputError: it is built otherwise.
+            InputError: the structure differs.
         """
         structure, parameters = split(model)
         if structure != self._structure:
@@ -194,7 +197,7 @@ class Rollout:
 
     @property
     def programs(self) -> int:
-        """How many programs blocks were compiled to."""
+        """The number of compiled programs."""
         return self._make._cache_size() + self._make_anew._cache_size()
 
     # ---- one block -------------------------------------------------------------------------------
@@ -204,7 +207,7 @@ class Rollout:
         return replace(reel, frame=after, clean=reel.with_clean(x, self.stream.kept(after)))
 
     def _keep(self, reel: Reel, x: Latents) -> Reel:
-        """Take a clean block as it is."""
+        """Append a clean block without sampling."""
         if reel.cache is not None:
             cache = self._cached(reel.cache, x, reel.told, reel.frame, None)
             reel = replace(reel, cache=cache)
@@ -236,7 +239,7 @@ class Rollout:
     def _denoised(
         self, parameters: Any, cache: Any, told: Any, numbers: Any, batch: int
     ) -> tuple[Latents, Any]:
-        """Take all steps from noise to a sample; keys and values that are written stay noisy."""
+        """Run all steps from noise to a sample; the written keys and values stay noisy."""
         how, draw = self.how, partial(self._noise, numbers, batch)
         sigmas = jnp.asarray(how.sigmas)
 
@@ -249,9 +252,9 @@ class Rollout:
         return _scanned(step, draw(0), cache, steps, self._unread(cache))
 
     def _unread(self, cache: Any) -> int:
-        """Count the first steps whose written keys and values nothing reads.
+        """Count the first steps whose written keys and values no pass reads.
 
-        The first block sees itself alone. Later ones see what its last pass writes.
+        The first block attends only to itself. Later ones read what its last pass writes.
         """
         if cache is None or cache.stage != "empty":
             return 0
@@ -260,7 +263,7 @@ class Rollout:
     def _clean_pass(
         self, parameters: Any, cache: ma.KVCache, told: Any, block: Any, batch: int
     ) -> ma.KVCache:
-        """Write the keys and values of a clean block; with the noise that context has."""
+        """Write the keys and values of a clean block, with the context's noise."""
         (frame, x, positions), sigma = block, self.how.context_noise
         if sigma:
             numbers = frame + jnp.arange(x.shape[1]) if positions is None else positions
@@ -271,7 +274,7 @@ class Rollout:
     def _make_block_anew(
         self, parameters: Any, _: None, told: Any, block: Any, batch: int
     ) -> Latents:
-        """Run the context of a block once, and make the block."""
+        """Recompute the context of a block once, and sample the block."""
         frame, context = block
         stream, cache = self.stream, None
         own = stream.first_block if context is None else stream.frames_per_block
@@ -286,7 +289,7 @@ class Rollout:
     def _velocity(
         self, parameters: Any, x: Latents, sigma: Any, told: Any, cache: Any, **seen: Any
     ) -> tuple[Latents, Any]:
-        """Call the model on every row of a block."""
+        """Call the model on every batch row of a block."""
         model = self._structure.merge(parameters)
         rows = jnp.concatenate([x] * self.how.rows)
         t = jnp.full(rows.shape[:2], sigma * self.time_scale, jnp.float32)
@@ -296,7 +299,7 @@ class Rollout:
         return v.astype(jnp.float32), cache
 
     def _noise(self, numbers: Any, batch: int, step: Any) -> Latents:
-        """Draw the noise of frames: each by the seed, its row, its number and the step."""
+        """Draw the noise of frames, each from the seed, its batch row, its number and the step."""
 
         def of_frame(row: Any, number: Any) -> Any:
             key = jax.random.fold_in(jax.random.fold_in(self._key, row), number)
@@ -309,7 +312,7 @@ class Rollout:
 def _scanned(
     step: Callable[..., Any], x: Any, cache: Any, each: list[Any], unread: int
 ) -> tuple[Any, Any]:
-    """Scan over steps; the first `unread` ones leave the cache as it is."""
+    """Scan over steps; the first `unread` ones do not change the cache."""
     first, rest = (
         [values[part] for values in each] for part in (slice(unread), slice(unread, None))
     )
@@ -326,7 +329,7 @@ def _call(model: Any, latents: Any, t: Any, told: Any, **seen: Any) -> Any:
 
 
 def _choice(said: bool | Choose, stream: ma.Stream) -> Choose:
-    """Choose the context of a block: the earlier frames in its window."""
+    """Return the function that chooses a block's context; default its whole window."""
     if callable(said):
         return said
 
@@ -344,7 +347,7 @@ def _choice(said: bool | Choose, stream: ma.Stream) -> Choose:
 
 
 def _check_prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int, int, int]) -> None:
-    """Refuse clean frames of other sizes, and those behind frames that are made."""
+    """Refuse clean frames of other sizes, and those after frames that exist."""
     check_unused(reel)
     if reel.frame:
         rule = f"a prefix is the first of a video, and {reel.frame} frames are made"
@@ -358,7 +361,7 @@ def _check_prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int,
 
 
 def _check_chosen(frames: tuple[int, ...], reel: Reel, stream: ma.Stream) -> None:
-    """Refuse a choice of context that is not kept, or is no whole blocks."""
+    """Refuse a context whose frames are not in the reel, or are not whole blocks."""
     kept = {s + i for s, block in reel.clean for i in range(block.shape[1])}
     if lost := [f for f in frames if f not in kept]:
         rule = f"the clean latents of these frames are kept: {sorted(kept)}"

@@ -1,4 +1,4 @@
-"""Stream a video with a Wan transformer: all checks, then block after block, each kept on disk."""
+"""Stream a video with a Wan transformer: check everything, then sample and write block by block."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ SWITCH = re.compile(r"\s*(\d+)\s*(?::\s*(.*\S)\s*)?", re.DOTALL)
 
 
 class Scene(NamedTuple):
-    """The prompt that is shown from a block on.
+    """A prompt, from one block on.
 
     Args:
         block: the number of its first block.
-        prompt: what is shown; None where an embeddings file has it.
+        prompt: None if an embeddings file has it.
     """
 
     block: int
@@ -55,11 +55,11 @@ def scenes_of(prompt: str | None, switches: Sequence[str]) -> tuple[Scene, ...]:
     """Read the scenes of a video.
 
     Args:
-        prompt: of the first one.
-        switches: "BLOCK: PROMPT", or "BLOCK" where a file has the prompts; in their order.
+        prompt: of the first scene.
+        switches: "BLOCK: PROMPT", or "BLOCK" if a file has the prompts; in ascending order.
 
     Raises:
-        ConfigError: one is not written so, or two begin with one block.
+        ConfigError: one has another form, or two have the same block.
     """
     scenes = [Scene(0, prompt)]
     for switch in switches:
@@ -79,15 +79,15 @@ class StreamRun:
     """Stream a video with a Wan transformer.
 
     Args:
-        task: of sampling, which knows sizes, encoders and the VAE.
-        scenes: what is shown from which block on.
-        blocks: how many are made.
-        folder: the pipeline's or the transformer's; None draws with random weights.
-        latents: the folder that takes the latents of each block.
+        task: for sampling; it gives sizes, encoders and the VAE.
+        scenes: the prompts, each from one block on.
+        blocks: number of blocks.
+        folder: the pipeline's or the transformer's; None uses random weights.
+        latents: the folder for the latents of each block.
         weights: a folder whose weights are used instead.
-        embeddings: what the model is told, a row of text for each scene.
-        prefix: clean latents that the video goes on from.
-        out: the folder for what the latents show.
+        embeddings: a file with the text of each scene.
+        prefix: clean latents to continue.
+        out: the folder for the decoded video.
     """
 
     task: WanSamplingTask
@@ -104,7 +104,7 @@ class StreamRun:
 
     @property
     def settings(self) -> Any:
-        """Those of everything."""
+        """The settings of the task."""
         return self.task.settings
 
     @property
@@ -115,7 +115,7 @@ class StreamRun:
 
     @property
     def stream(self) -> ma.Stream:
-        """Blocks, window and sink."""
+        """The stream with its blocks, window and sink."""
         _, high, wide = self.task.sizes.patch_size
         rows, columns, _ = self.sides
         return self.settings.rollout.stream((rows // high) * (columns // wide))
@@ -145,11 +145,8 @@ class StreamRun:
     def run(self, mesh: jax.sharding.Mesh | None = None) -> np.ndarray:
         """Stream the video; return its latents [1, C, F, h, w].
 
-        Args:
-            mesh: devices to draw on.
-
         Raises:
-            ConfigErrors: everything that is wrong, before a weight is read.
+            ConfigErrors: all errors, before weights are read.
         """
         if problems := [*_model_errors(self), *_file_errors(self)]:
             raise ConfigErrors(problems)
@@ -181,7 +178,7 @@ class StreamRun:
         return load(self.task, Paths(self.folder, self.weights), mesh)
 
     def _texts(self) -> list[np.ndarray]:
-        """Return the states of each scene's text, the negative ones before them."""
+        """Return each scene's text states, after the negative prompt's."""
         arrays = self._arrays()
         text, negative = arrays["text"], arrays.get("negative_text")
         rows = [text[i : i + 1] for i in range(len(self.scenes))]
@@ -204,7 +201,7 @@ class StreamRun:
         return texts(self.folder, prompts, sampling.text_tokens, sampling.torch_device)
 
     def _begun(self, run: Rollout, told: Any) -> tuple[Reel, list[np.ndarray]]:
-        """Begin the video, with the prefix where there is one."""
+        """Start the video, with the prefix if there is one."""
         rollout, prefix = self.settings.rollout, None
         if self.prefix is not None:
             prefix = files.read(self.prefix, "--prefix")["latents"].astype(np.float32)
@@ -219,14 +216,14 @@ class StreamRun:
         return run.prefix(reel, jnp.moveaxis(jnp.asarray(prefix), 1, -1)), [prefix]
 
     def _slots(self, made: int) -> int | None:
-        """Count the frames of the whole video, where no window says how many are kept."""
+        """Count the frames of the whole video if there is no window; else return None."""
         if self.stream.window is not None:
             return None
         first = 0 if made else self.stream.first_block
         return made + first + (self.blocks - bool(first)) * self.stream.frames_per_block
 
     def _blocks(self, run: Rollout, reel: Reel, told: list[Any]) -> Iterator[np.ndarray]:
-        """Make the blocks; while one is made, the one before it is written."""
+        """Sample the blocks; write each while the next one is computed."""
         starts = {scene.block: i for i, scene in enumerate(self.scenes) if i}
         printed, waiting = (0, time.perf_counter()), None
         for number in range(self.blocks):
@@ -255,7 +252,7 @@ class StreamRun:
         return files.write(self.latents / f"{name}.safetensors", arrays, str(self.folder))
 
     def _progress(self, done: int, before: int, then: float) -> tuple[int, float]:
-        """Print the progress now and then, with the time of a block since the last line."""
+        """Print the progress at intervals, with the time per block since the last line."""
         if done < self.blocks and done % max(1, self.blocks // LINES):
             return before, then
         spent = (time.perf_counter() - then) / (done - before)
@@ -355,12 +352,11 @@ def _prefix_errors(run: StreamRun) -> Iterator[ConfigError]:
 
 
 def _scene_errors(scenes: Sequence[Scene], blocks: int, rows: int | None) -> Iterator[ConfigError]:
-    """Yield scenes that are never shown, and those without a prompt.
+    """Yield an error for each scene after the last block, and for missing prompts.
 
     Args:
-        scenes: of the video.
-        blocks: that are made.
-        rows: of text in an embeddings file; None without one.
+        blocks: number of blocks.
+        rows: number of texts in an embeddings file; None without one.
     """
     for scene in (s for s in scenes[1:] if s.block >= blocks):
         rule = f"the {blocks} blocks that are made are numbered from 0"

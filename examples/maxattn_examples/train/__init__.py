@@ -1,4 +1,4 @@
-"""Training: one loop for every model, which it knows by a `Task` alone.
+"""Training: one loop for every model, which the loop knows only as a `Task`.
 
 A program trains a model of its own by `train(task)`:
 
@@ -23,7 +23,7 @@ A program trains a model of its own by `train(task)`:
         def build(self, mesh, rngs):
             return MyModel(self.settings, mesh, rngs=rngs)
 
-        def noised(self, batch, empty, key):  # what the loss needs, drawn anew in each step
+        def noised(self, batch, empty, key):  # the inputs of the loss, drawn in each step
             for_times, for_noise = jax.random.split(key)
             t = flow.times(for_times, len(batch["latents"]), 3.0)  # 0 (clean) to 1 (noise)
             return flow.noised(batch["latents"], t, for_noise)._asdict()
@@ -34,9 +34,10 @@ A program trains a model of its own by `train(task)`:
 
     model, losses = train(Mine())
 
-Files: settings, task (what a model brings), data and latents (examples, in batches), state and step
-(what a step changes, and how), loop, checkpoint, progress (the bar, TensorBoard, profiles), cost
-(operations, and MFU), samples, lora, export, flow and forcing (times and noise), self_forcing.
+Files: settings, task (the interface of a model), data and latents (examples, in batches), state and
+step (the arrays that a step updates, and how), loop, checkpoint, progress (the bar, TensorBoard,
+profiles), cost (operations, and MFU), samples, lora, export, flow and forcing (times and noise),
+self_forcing.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ if TYPE_CHECKING:
 
 
 def train(task: Task) -> tuple[Any, list[float]]:
-    """Train a task from its last checkpoint to its last step, on the mesh that its settings name.
+    """Train a task from its last checkpoint to its last step, on the mesh of its settings.
 
     Returns:
-        The model, with its averaged parameters if an average is kept, and the loss of every step.
+        The model, with averaged parameters if an average is kept, and the loss of every step.
 
     Raises:
-        ConfigErrors: for all that is wrong with settings, data and mesh, before a step is taken.
-        Diverged: the loss is no longer finite.
+        ConfigErrors: all errors of settings, data and mesh, before the first step.
+        Diverged: the loss is not finite.
     """
     from .loop import Training  # optax, orbax and rich: sampling reads this folder without them
 

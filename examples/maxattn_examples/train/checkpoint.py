@@ -1,12 +1,12 @@
-"""Checkpoints: everything that a killed run needs to go on as if it had not been.
+"""Checkpoints: everything that a killed run needs to continue bit for bit.
 
-Orbax writes a checkpoint into a temporary folder and renames it when it is whole, so a half-written
-one is never seen. Each holds the state, the position in the data, the losses so far, the settings
-it was made with, and the plans of its attention: as values, and as the text of `explain()`. It
-names no class and no module, so that code may move.
+Orbax writes a checkpoint into a temporary folder and renames it when it is complete, so readers
+never see a part of one. Each has the state, the position in the data, the losses so far, the
+settings, and the plans of attention: as values, and as the text of `explain()`. It names no class
+and no module, so that code may move.
 
-A run that starts again touches what is there with its own first checkpoint: it sets the earlier
-ones aside, and deletes them when its own is whole.
+A run that starts again keeps the earlier checkpoints until its own first one: it sets them aside
+then, and deletes them when its own is complete.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class Checkpoints:
     """The checkpoints of `training.output_dir`, and the facts of the last one.
 
     Args:
-        training: its output_dir, and how many checkpoints are kept.
-        more: facts beside the settings that must not change either, by the key that an error names.
-        start_again: begin at step 0, and replace what is there by the first that is saved.
-        writes: whether a run saves here; else the last checkpoint is read, while a run may save.
+        training: gives output_dir and the number of checkpoints to keep.
+        more: facts beside the settings that must stay equal, by the key that an error names.
+        start_again: start at step 0, and replace earlier checkpoints by the first that is saved.
+        writes: whether this run saves; if not, it reads the last checkpoint, and another run may
+            save.
 
     Raises:
-        ConfigErrors: the last checkpoint was made with other values of these, or another run writes
-            to output_dir.
+        ConfigErrors: the last checkpoint has other values of these, or another run writes to
+            output_dir.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class Checkpoints:
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
-        """What reads and writes; it makes the folder when it is first asked for."""
+        """The manager that reads and writes; the first access makes the folder."""
         if self._open is None:
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True)
             self._open = ocp.CheckpointManager(self.folder, options=options)
         return self._open
 
     def _claim(self, folder: Path) -> None:
-        """Lock the run's folder, to write; bring earlier checkpoints back if no other run does."""
+        """Lock the run's folder to write; restore checkpoints set aside by a run that has ended."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         is_free = self._held.enter_context(locked(folder.parent, wait=False))
         if is_free is False and self._writes:
@@ -103,7 +104,7 @@ class Checkpoints:
         self._held.close()
 
     def _by_first(self, change: Callable[[Path], None], done: str) -> None:
-        """Change folders in one process, while the others wait."""
+        """Change folders in the first process, while the others wait."""
         if hosts.is_first():
             change(self.folder)
         hosts.wait(done)
@@ -134,10 +135,10 @@ class Checkpoints:
         return facts
 
     def _restored(self, part: str, how: Any) -> Any:
-        """Read a part of the last checkpoint.
+        """Read one item of the last checkpoint.
 
         Raises:
-            ConfigErrors: it is damaged; nothing was read then.
+            ConfigErrors: the checkpoint is damaged.
         """
         try:
             return self._manager.restore(self.step, args=ocp.args.Composite(**{part: how}))[part]
@@ -157,7 +158,7 @@ class Checkpoints:
         return list(self.facts["losses"])
 
     def load(self, like: Any) -> Any:
-        """Return the arrays of the last checkpoint, each where `like` has it."""
+        """Return the arrays of the last checkpoint, with the shardings of `like`."""
 
         def wanted(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -167,9 +168,9 @@ class Checkpoints:
     def save(
         self, state: Any, position: Any, losses: list[float], plans: dict[str, ma.Plan]
     ) -> None:
-        """Save after the last step of `losses`; the writing goes on behind the next steps.
+        """Save after the last step of `losses`, in the background.
 
-        The first of a run that replaces earlier ones is waited for.
+        If the run replaces earlier checkpoints, wait for its first save.
 
         Args:
             position: in the data, from the iterator's `get_state()`.
@@ -223,12 +224,12 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def beside(folder: Path) -> Path:
-    """Return where the checkpoints of a folder are set aside."""
+    """Return the folder for checkpoints that are set aside."""
     return folder.with_name(f"{folder.name}.earlier")
 
 
 def is_there(folder: Path) -> bool:
-    """Check whether a run has left a folder of checkpoints, set aside or not."""
+    """Check whether a folder of checkpoints exists, set aside or not."""
     return folder.is_dir() or beside(folder).is_dir()
 
 
@@ -244,7 +245,7 @@ def forget(folder: Path) -> None:
 
 
 def bring_back(folder: Path) -> None:
-    """Put back what a run set aside that ended before its own first checkpoint was whole."""
+    """Restore checkpoints set aside by a run that ended before its own first one was complete."""
     if not beside(folder).is_dir():
         return
     if not steps_in(folder):

@@ -1,11 +1,10 @@
-"""The cost of a step, and how much of the machine it uses.
+"""The cost of a step in operations, and its MFU.
 
     MFU = operations of the model / (seconds x devices x peak)
 
-Operations are those that `count` finds in the forward pass, and their backward: twice
-as many for products (once, where LoRA leaves the weights alone), two and a half times for
-attention. What rematerialisation computes again does not count. The peak is the published one of
-dense bfloat16 products.
+`count` counts the operations of the forward; the backward has twice as many for matmuls (as many if
+LoRA freezes the weights), two and a half times for attention. Recomputation is not counted. The
+peak is the published one for dense bfloat16 matmuls.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Cost:
 
     Args:
         tokens: of the batch.
-        flops: floating-point operations; 0 where they are not counted.
-        peak: what all devices together could compute in a second; None where that is not known.
+        flops: floating-point operations; 0 if they are not counted.
+        peak: operations per second of all devices together; None if unknown.
     """
 
     tokens: int
@@ -38,11 +37,11 @@ class Cost:
     peak: float | None = None
 
     def mfu(self, seconds: float) -> float | None:
-        """Return the share of the peak that a step of so many seconds uses."""
+        """Return the share of the peak that a step of `seconds` uses."""
         return self.flops / (seconds * self.peak) if self.peak and self.flops else None
 
     def speed(self, seconds: float | None) -> str:
-        """Return tokens a second, and the MFU if it is known."""
+        """Return tokens per second, and the MFU if it is known."""
         if seconds is None:
             return "0 tokens/s"
         share, speed = self.mfu(seconds), f"{self.tokens / seconds:,.0f} tokens/s"
@@ -86,12 +85,12 @@ class Work:
         return Work(self.attention + other.attention, self.matmul + other.matmul)
 
     def total(self, training: bool, frozen: bool = False) -> float:
-        """Add both up.
+        """Sum both, with the backward.
 
         Args:
             training: whether a backward follows.
-            frozen: whether the matrices of products learn nothing, so that a backward of theirs is
-                one product, not two.
+            frozen: whether the weights of matmuls are frozen, so that their backward is one matmul
+                each.
         """
         factors = BACKWARD | ({"matmul": 1.0} if frozen else {})
         more = {kind: 1.0 + (factor if training else 0.0) for kind, factor in factors.items()}
@@ -99,7 +98,7 @@ class Work:
 
 
 def count(f: Callable[..., Any], *shapes: Any) -> Work:
-    """Count the operations of a function of arrays."""
+    """Count the operations of a function from the shapes of its arrays."""
     return _of(jax.make_jaxpr(f)(*shapes).jaxpr)
 
 

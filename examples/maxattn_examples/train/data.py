@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Offer examples by index: dicts of arrays without a batch axis."""
+    """Examples by index: dicts of arrays without a batch axis."""
 
     def __len__(self) -> int: ...
 
@@ -24,10 +24,10 @@ class Source(Protocol):
 
 
 class Counted:
-    """Offer the batches of a source without end, whose examples are never seen twice.
+    """Batches of an endless source, whose examples are never repeated.
 
     Args:
-        source: that makes each example from its number.
+        source: makes each example from its number.
     """
 
     def __init__(self, source: Source, batch_size: int, rows: Rows) -> None:
@@ -38,19 +38,19 @@ class Counted:
         return self._batches[self._next - 1]
 
     def get_state(self) -> dict[str, Any]:
-        """Return the place in the data."""
+        """Return the position in the data."""
         return {"next": self._next}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a place."""
+        """Continue from a position."""
         self._next = state["next"]
 
 
 class Batches:
-    """Offer the batches of a run one after the other, of each the rows that are asked for.
+    """Iterate over the batches of a run, with the batch rows that this process loads.
 
     Args:
-        examples: in the order in which they are learned from.
+        examples: in the order of training.
     """
 
     def __init__(self, examples: Any, batch_size: int, rows: Rows) -> None:
@@ -68,16 +68,14 @@ class Batches:
 def batches(
     source: Source, batch_size: int, seed: int, rows: Rows | None = None
 ) -> grain.DatasetIterator | Counted:
-    """Shuffle the examples anew each epoch and batch them, without end.
+    """Batch examples without end; shuffle them in each epoch.
 
     Args:
-        source: the examples; those of a source that is `endless` come in the order of their
-            numbers.
-        rows: those of each batch that are loaded; default all.
+        source: the examples; those of an `endless` source come in the order of their numbers.
+        rows: the batch rows to load; default all.
 
     Returns:
-        An iterator over dicts of arrays, whose place `get_state()` tells: the same on every
-        process.
+        An iterator over dicts of arrays; `get_state()` gives its position, equal on every process.
     """
     rows = np.arange(batch_size) if rows is None else rows
     if getattr(source, "endless", False):

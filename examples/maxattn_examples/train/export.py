@@ -1,4 +1,4 @@
-"""Writes trained weights as diffusers reads them: the model's folder, or the LoRA's file."""
+"""Write trained weights in diffusers' format: the model's folder, or the LoRA's file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CONFIG = "config.json"
 
 
 def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
-    """Write a model to `folder`, or with LoRA its changes alone; return the paths.
+    """Write a model to `folder`, or with LoRA only the LoRA file.
 
     Returns:
-        The folder or file; None on a run of several processes, each of which sees a part of every
+        The folder or file; None in a run of several processes, each of which has a part of every
         parameter.
     """
     if task.training.lora_rank:
@@ -48,7 +48,7 @@ def export(task: Task, model: nnx.Module, folder: Path) -> Path | None:
 
 
 def _stored(model: nnx.Module, dtype: str) -> nnx.Module:
-    """Return the model with matrices of this dtype; norms, biases and tables stay as they are."""
+    """Return the model with matrices in this dtype; norms, biases and tables keep theirs."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     flat = [
         (path, param.replace(param.get_value().astype(dtype)) if path[-1] == "kernel" else param)
@@ -69,7 +69,7 @@ def _lora(task: Task, model: nnx.Module, path: Path) -> Path:
 
 
 def _config(task: Task, whole: Path) -> None:
-    """Write the sizes, those of the folder that training began from, and the blocks."""
+    """Write config.json: the initial folder's values, the sizes, and the frames per block."""
     given, sizes = task.folder, task.sizes
     if given is not None:
         said = read_mapping(given / CONFIG)

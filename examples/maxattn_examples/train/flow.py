@@ -23,11 +23,11 @@ WHOLE = (0.0, 1.0)  # all times
 
 
 class Noised(NamedTuple):
-    """Noisy latents, their times, and the velocities that a model learns."""
+    """Noisy latents with their times and velocities."""
 
     mixed: Float[Array, "B ..."]  # x_t
     times: Float[Array, " B"]  # t, 0 (clean) to 1 (noise)
-    velocity: Float[Array, "B ..."]  # what the model should say
+    velocity: Float[Array, "B ..."]  # the model's target
 
 
 def drawn(
@@ -37,7 +37,7 @@ def drawn(
     for_noise: Array,
     within: tuple[float, float] = WHOLE,
 ) -> Noised:
-    """Draw times and noise as the settings say, and mix.
+    """Draw times and noise as the settings say, and mix latents with noise.
 
     Args:
         within: as for `times`.
@@ -58,11 +58,11 @@ def times(
     """Draw times, 0 (clean) to 1 (noise).
 
     Args:
-        shift: moves them; above 1, more of the noisy ones.
-        sampling: all as likely, or the sigmoid of normal numbers,
-        mean, std: of those.
-        within: the least time, and the one that all are below; the times between them are as likely
-            beside each other as they are among all.
+        shift: above 1 draws more times near the noise.
+        sampling: the distribution before the shift; "logit_normal" is the sigmoid of normal
+            numbers.
+        mean, std: of these normal numbers.
+        within: the least time, and an upper bound; the distribution is cut off there.
     """
     if within != WHOLE:
         return _times_within(key, count, shift, sampling, mean, std, within)
@@ -81,7 +81,7 @@ def _times_within(
     std: float,
     within: tuple[float, float],
 ) -> Float[Array, " B"]:
-    """Draw times between two by the same rule: the distribution is cut off, not moved."""
+    """Draw times within bounds: the distribution is cut off, not moved."""
     # Where the ends are before the shift.
     least, most = (t / (shift - (shift - 1) * t) for t in within)
     if sampling == "uniform":
@@ -97,7 +97,7 @@ def _times_within(
 
 
 def noised(clean: Float[Array, "B ..."], t: Float[Array, " B"], key: Array) -> Noised:
-    """Draw noise, and mix."""
+    """Draw noise, and mix latents with it."""
     noise = jax.random.normal(key, clean.shape)
     mix = t.reshape(-1, *(1,) * (clean.ndim - 1))
     return Noised((1 - mix) * clean + mix * noise, t, noise - clean)

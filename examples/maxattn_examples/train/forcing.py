@@ -1,10 +1,10 @@
-"""Training by forcing: every block of a clip has a noise of its own, and sees the blocks before it.
+"""Training by forcing: each block of a clip has its own time, and attends to earlier blocks.
 
-    none        one time for a clip, and every frame sees every other
-    diffusion   a time for each block; a block sees earlier blocks as noisy as they are
-    teacher     a time for each block; a block sees earlier blocks clean, or with a little noise
+    none        one time for a clip, and every frame attends to all others
+    diffusion   a time for each block; a block attends to earlier blocks with their own noise
+    teacher     a time for each block; a block attends to earlier blocks clean, or with little noise
 
-Window and sink are those of one `ma.Stream`, which makes the cache of sampling too.
+Window and sink are those of one `ma.Stream`, which also makes the cache for sampling.
 
 Sources: Chen et al. 2024, https://arxiv.org/abs/2407.01392 (diffusion forcing); Gao et al. 2024,
 https://arxiv.org/abs/2406.10981 (clean blocks beside noisy ones)
@@ -28,16 +28,16 @@ from .task import Arrays
 
 
 class Noise(NamedTuple):
-    """The noise of a batch's clips.
+    """The distribution of times and noise for a batch of clips.
 
     Args:
-        stream: which frames are a block.
+        stream: gives the frames of each block.
         shift: of times, as in `flow.times`.
-        context: the largest time of clean clips, 0 to 1; None has no clean clips, for diffusion
-            forcing.
-        dropped: share of the clips whose clean clip is noise alone: each of their blocks learns
-            what the first one does, to be made of what it is told.
-        more: what `flow.times` takes by name beside the shift.
+        context: the largest time of clean clips, 0 to 1; None for diffusion forcing, without clean
+            clips.
+        dropped: share of the clips whose clean clip is pure noise, so that each of their blocks is
+            trained like a first one.
+        more: further arguments of `flow.times`.
     """
 
     stream: ma.Stream
@@ -48,7 +48,7 @@ class Noise(NamedTuple):
 
 
 def block_times(key: Array, count: int, frames: int, noise: Noise) -> Float[Array, "B F"]:
-    """Draw a time for each block, independent of the others; its frames have it in common.
+    """Draw an independent time for each block, which all of its frames share.
 
     Raises:
         InputError: the last block is not whole.
@@ -70,11 +70,11 @@ def noised(
 ) -> Arrays:
     """Draw times and noise, for the noisy clips and for the clean ones beside them.
 
-    A clean clip has one time, drawn evenly up to `noise.context`, and noise of its own: what the
-    model is told of it is true, and tells nothing of the noise that it has to find.
+    A clean clip has one time, uniform up to `noise.context`, and noise of its own, which reveals
+    nothing about the noise that the model must predict.
 
     Args:
-        past: what the clean clips show, where that is something else: default `clean`.
+        past: the clean clips, if they differ from `clean`.
 
     Returns:
         mixed, times [B, F] and velocity of the noisy clips; with a context also context and
@@ -96,11 +96,11 @@ def noised(
 
 
 def seen(examples: Arrays, stream: ma.Stream, scale: float = 1.0) -> Forcing:
-    """Return the context of the blocks of noised clips, as a model's `forcing=` takes it.
+    """Return the `forcing=` argument of a model for noised clips.
 
     Args:
         examples: from `noised`.
-        scale: what the model calls the time of noise alone.
+        scale: the model's time of pure noise.
     """
     if "context" not in examples:
         return Forcing(stream)
@@ -108,7 +108,7 @@ def seen(examples: Arrays, stream: ma.Stream, scale: float = 1.0) -> Forcing:
 
 
 def mask(how: How, stream: ma.Stream, frames: int) -> Any:
-    """Return the mask of self-attention in a training step; None where frames see each other."""
+    """Return the mask of self-attention in a training step; None for full attention."""
     if how == "none":
         return None
     return stream.teacher_mask(frames) if how == "teacher" else stream.mask(frames)

@@ -1,12 +1,12 @@
 """A folder of precomputed latents and conditions, as a source of examples.
 
-    latents-00000.safetensors ...    arrays of some examples each, the batch first
+    latents-00000.safetensors ...    arrays of some examples each, batch first
     empty.safetensors                negative_text (and negative_pooled): replaces a dropped text
 
-The arrays, by name: latents [B, C, F, h, w] or [B, C, h, w], as the model sees them; text
-[B, L, D]; for SDXL and Flux.1 pooled [B, P]; for SDXL time_ids [B, 6]; for image-to-video image
-[B, S, D] and condition [B, 4 + C, F, h, w]. Every shard says in its metadata that its latents are
-scaled. `write` makes such a folder, as examples/make_latents.py does.
+The arrays, by name: scaled latents [B, C, F, h, w] or [B, C, h, w]; text [B, L, D]; for SDXL and
+Flux.1 pooled [B, P]; for SDXL time_ids [B, 6]; for image-to-video image [B, S, D] and condition
+[B, 4 + C, F, h, w]. The metadata of every shard state that its latents are scaled. `write` makes
+such a folder, as examples/make_latents.py does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Header = dict[str, tuple[tuple[int, ...], str]]
 
 
 class Shard(NamedTuple):
-    """One file of a folder, and its header."""
+    """One file of a folder, with its header."""
 
     path: Path
     file: Any
@@ -44,17 +44,15 @@ class Shard(NamedTuple):
 
 
 class LatentFolder:
-    """Offer the examples of a folder, in the order of its files; at first only headers are read.
+    """The examples of a folder, in the order of its files; only headers are read at first.
 
-    It is a source for grain: `len(source)` and `source[index]`, a dict of arrays without a batch
-    axis.
+    A source for grain: `len(source)`, and `source[index]`, a dict of arrays without a batch axis.
 
     Args:
-        folder: where the shards are; None is refused as any other folder without them.
+        folder: with the shards; None raises, as a folder without shards does.
 
     Raises:
-        ConfigErrors: no shard is there, one is broken, or they do not agree on names, shapes or
-            dtypes.
+        ConfigErrors: there is no shard, one is broken, or they differ in names, shapes or dtypes.
     """
 
     def __init__(self, folder: str | None) -> None:
@@ -91,19 +89,19 @@ class LatentFolder:
 
     @property
     def empty(self) -> dict[str, np.ndarray]:
-        """The conditions of the empty text, without a batch axis; zeros where it has no file."""
+        """The conditions of the empty text, without a batch axis; zeros if the folder has none."""
         held = self._read_empty()
         names = [name for name in CONDITIONS if name in self.shapes]
         return {n: held.get(f"negative_{n}", np.zeros(self.shapes[n], np.float32)) for n in names}
 
     @property
     def has_empty(self) -> bool:
-        """Whether the folder holds the conditions of the empty text."""
+        """Whether the folder has the conditions of the empty text."""
         return (self.folder / EMPTY).is_file()
 
     @property
     def fingerprint(self) -> str:
-        """A hash of names, shapes and dtypes of every shard, not of where they are."""
+        """A hash of the names, shapes and dtypes in every shard, but not of paths."""
         return hashlib.sha256(json.dumps(self._headers).encode()).hexdigest()[:16]
 
     def _read_empty(self) -> dict[str, np.ndarray]:
@@ -121,7 +119,7 @@ class LatentFolder:
 
 
 def _shard_paths(folder: str | None) -> list[Path]:
-    """List the shards of a folder; refuse one without any."""
+    """List the shards of a folder; raise if there are none."""
     if folder is None:
         rule = "training needs a folder of latents and texts"
         raise ConfigErrors([_error("null", rule, f"give one; {MAKE}")])
@@ -150,7 +148,7 @@ def _header(file: Any) -> Header:
 
 
 def _shard_errors(shard: Shard, first: Shard) -> Iterator[ConfigError]:
-    """Yield errors of one shard, by itself and beside the first."""
+    """Yield the errors of one shard, alone and compared with the first."""
     path, file, header = shard
     if bare := [name for name, (shape, _) in header.items() if not shape]:
         yield _error(f"{path}: {bare[0]}", "an array has a row for each latent", MAKE)
@@ -205,18 +203,17 @@ def write(
     source: str = "",
     per_shard: int = 64,
 ) -> LatentFolder:
-    """Write shards of at most `per_shard` examples; the folder takes its name when it is whole.
+    """Write shards of at most `per_shard` examples, atomically.
 
     Args:
-        folder: where to; it must not be there yet.
-        batches: some examples after others, of any number, with the names that latents.py lists.
-        empty: negative_text (and negative_pooled), [1, ...]: what a dropped text is replaced by.
-        model: what the latents are for, in the shards' metadata.
-        source: where they are from; "digits" is drawn as digits.
-        per_shard: examples of a shard.
+        folder: must not exist.
+        batches: batches of any size, with the array names above.
+        empty: negative_text (and negative_pooled), [1, ...], which replaces a dropped text.
+        model: the latents' model, for the shards' metadata.
+        source: the latents' origin; pictures of "digits" are drawn as digits.
 
     Raises:
-        ConfigErrors: the folder is there, there are no examples, or they do not agree.
+        ConfigErrors: the folder exists, there are no examples, or they have different shapes.
     """
     from safetensors.numpy import save_file
 
@@ -237,7 +234,7 @@ def write(
 
 
 def read_batches(files: Iterable[str], setting: str) -> Iterator[Batch]:
-    """Read safetensors files one after the other, each a batch.
+    """Read safetensors files one after another, each a batch.
 
     Raises:
         ConfigErrors: a file is damaged; `setting` names it.
@@ -254,7 +251,7 @@ def read_batches(files: Iterable[str], setting: str) -> Iterator[Batch]:
 
 
 def _shards(batches: Iterable[Batch], per_shard: int) -> Iterator[dict[str, np.ndarray]]:
-    """Cut and join batches into shards of one size, the last one smaller."""
+    """Cut and join batches into shards of equal size; the last may be smaller."""
     examples = _examples(batches)
     while some := list(islice(examples, per_shard)):
         yield {name: np.stack([one[name] for one in some]) for name in some[0]}
@@ -277,7 +274,7 @@ def _shapes(batch: Batch) -> Shapes:
 
 
 def _unlike(batch: Batch, first: Shapes) -> ConfigError:
-    """Return how the shapes of a batch differ from those of the first one."""
+    """Return the error for a batch whose shapes differ from the first one's."""
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(batch.items()))
     forms = (f"{name} [rows, {', '.join(map(str, s))}]" for name, s in sorted(first.items()))
     rule = "all examples have the same arrays, and in a file each array has a row for each example"

@@ -1,4 +1,4 @@
-"""The loop: first checks, then steps, with checkpoints, scalars, a profile and pictures."""
+"""The loop: checks, then steps, with checkpoints, scalars, a profile and pictures."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ NOT_EXPORTED = (
 
 
 class Diverged(MaxattnError, ArithmeticError):
-    """The loss is no number any more."""
+    """The loss is not finite."""
 
 
 class Training:
     """Train a task from the last checkpoint to the last step.
 
-    All that can be wrong with settings, data and mesh is found when this is made, before anything
-    is computed.
+    The constructor checks settings, data and mesh before anything is computed.
 
     Args:
-        mesh: devices to train on; default those of a surrounding `jax.set_mesh`, else one.
+        mesh: default that of `jax.set_mesh`, else one device.
 
     Raises:
-        ConfigErrors: the data does not fit the model, the batch does not divide, a checkpoint is of
+        ConfigErrors: the data does not fit the model, the batch does not divide, or a checkpoint
+            has
             other settings.
     """
 
@@ -78,14 +78,14 @@ class Training:
 
     @sharding.inside_auto_axes()
     def run(self) -> tuple[Any, list[float]]:
-        """Train and export; return the model that draws, and the loss of every step.
+        """Train and export; return the model for sampling, and the loss of every step.
 
-        The model is the average of the parameters, where one is kept.
+        The model has averaged parameters if an average is kept.
 
         Raises:
-            ConfigErrors: the last checkpoint was made with other settings, or other data.
-            ConfigError: nothing can be written to `training.output_dir`.
-            Diverged: the loss is no number any more.
+            ConfigErrors: the last checkpoint has other settings or other data.
+            ConfigError: `training.output_dir` cannot be written to.
+            Diverged: the loss is not finite.
         """
         check_writable("training.output_dir", self.folder, folder=True)
         with self._checkpoints(not self.training.resume) as checkpoints:
@@ -103,15 +103,15 @@ class Training:
         return model, losses
 
     def trained(self) -> Any:
-        """Return the model of the last checkpoint, or the average; raises as `last` does."""
+        """Return the model of the last checkpoint, averaged if possible; raises as `last` does."""
         parts, state, fixed = self.last()
         return parts.model(state.best, fixed)
 
     def last(self) -> tuple[Parts, State, Any]:
-        """Return the last checkpoint: the model's parts, the state, and the arrays that stayed.
+        """Return the last checkpoint: the model's parts, the state, and the frozen arrays.
 
         Raises:
-            ConfigError: there is no checkpoint, or it belongs to other settings.
+            ConfigError: there is no checkpoint, or it has other settings.
         """
         if is_there(self.folder / "checkpoints"):
             with self._checkpoints(writes=False) as checkpoints:
@@ -125,7 +125,7 @@ class Training:
         return Checkpoints(self.task.settings, self.training, self.task.fixed, more, *how)
 
     def _begin(self, checkpoints: Checkpoints) -> tuple[Parts, State, Any]:
-        """Make the state, or load it; nothing is made that a checkpoint replaces."""
+        """Make the state, or load it; arrays that a checkpoint replaces are not made."""
         rank, adamw = self.training.lora_rank, optimizer(self.training)
         averaged = self.training.ema_decay > 0
         if checkpoints.step and not rank:
@@ -154,21 +154,21 @@ class Training:
 
     @property
     def rows(self) -> Rows:
-        """The rows of a batch that this process loads."""
+        """The batch rows that this process loads."""
         return hosts.rows_here(self.training.batch_size, self.mesh)
 
     def placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Put the rows of a batch that this process has on the devices."""
+        """Put this process' batch rows on the devices."""
         size = self.training.batch_size
         place = partial(hosts.on_devices, rows=self.rows, batch_size=size, mesh=self.mesh)
         return {name: place(array) for name, array in batch.items()}
 
 
 class Steps:
-    """Take the steps of a run that are left.
+    """Run the remaining steps.
 
     Args:
-        losses: of the steps that were taken; it grows.
+        losses: of the steps so far; new ones are appended.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Steps:
         return {name: hosts.everywhere(array, mesh) for name, array in empty.items()}
 
     def run(self) -> State:
-        """Take them; return the state after the last one."""
+        """Run the steps; return the final state."""
         with self._board, self._progress:
             batch = self._next_batch()
             for done in range(len(self.losses) + 1, self.training.steps + 1):
@@ -208,7 +208,7 @@ class Steps:
         return self.parent.placed(next(self._data))
 
     def _one(self, batch: Arrays, done: int) -> tuple[Arrays, Facts, Any]:
-        """Take a step; return the next batch, the step's figures, and the position in the data."""
+        """Run one step; return the next batch, the step's figures, and the position in the data."""
         with self._profiler.around(done - 1):
             self.state, facts = self._step(self.state, batch)
             position = deepcopy(self._data.get_state())
@@ -251,7 +251,7 @@ def _finite(facts: Facts, step: int) -> float:
 
 
 def _refused_options(task: Task) -> Iterator[ConfigError]:
-    """Yield options that the compiler refuses for the step, and for the samples along the way."""
+    """Yield an error for each option that the compiler refuses, for steps and for samples."""
     asked = {"training.compiler_options": task.training.compiler_options}
     if task.training.picture_every:
         asked["sampling.compiler_options"] = task.settings.sampling.compiler_options
@@ -263,7 +263,7 @@ def _refused_options(task: Task) -> Iterator[ConfigError]:
 
 
 def _undivided(training: TrainingSettings, mesh: jax.sharding.Mesh | None) -> list[ConfigError]:
-    """Refuse a batch whose parts do not divide over the mesh."""
+    """Return an error if the parts of a batch do not divide over the mesh."""
     ways = sharding.ways("B", sharding.mesh_shape(mesh))
     part = training.batch_size // training.gradient_accumulation_steps
     if part % ways == 0:
@@ -278,7 +278,7 @@ def _undivided(training: TrainingSettings, mesh: jax.sharding.Mesh | None) -> li
 def opening(
     training: TrainingSettings, checkpoints: Checkpoints, plans: dict[str, ma.Plan]
 ) -> Iterator[str]:
-    """Return the plans, the step that the run goes on from, and the changes since."""
+    """Return the plans, the step to continue from, and the changes since the checkpoint."""
     yield from (plan.explain() for plan in plans.values())
     done, wanted = checkpoints.step, training.steps
     if not done:
@@ -296,7 +296,7 @@ def opening(
 
 
 def _changes(checkpoints: Checkpoints, steps: int, plans: dict[str, ma.Plan]) -> Iterator[str]:
-    """Return the changes since the checkpoint was made."""
+    """Return the changes since the checkpoint."""
     before = checkpoints.facts["settings"]["training"]["steps"]
     if before != steps:
         follows = "a learning rate that depends on it follows the new one from here"
@@ -308,7 +308,7 @@ def _changes(checkpoints: Checkpoints, steps: int, plans: dict[str, ma.Plan]) ->
 
 
 def counted(trained: Any, fixed: Any) -> str:
-    """Return how many parameters learn, and how many there are."""
+    """Return the numbers of trained and of frozen parameters, as text."""
     learn, rest = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trained, fixed))
     stay = f", {rest / 1e6:,.2f} million stay" if rest else ""
     return f"{learn / 1e6:,.2f} million parameters learn{stay}"

@@ -1,9 +1,9 @@
-"""LoRA: a low-rank change beside each projection of attention, the only thing that is trained.
+"""LoRA: a trained low-rank change of each attention projection, whose own weights are frozen.
 
     y = W x + b + (alpha / rank) B A x,  A [rank, in] random, B [out, rank] zero at first
 
-The parameters of a projection keep their names; `lora_A` and `lora_B`, float32 always, stand beside
-them.
+The parameters of a projection keep their names; beside them are `lora_A` and `lora_B`, always
+float32.
 
 Source: Hu et al., https://arxiv.org/abs/2106.09685
 """
@@ -28,11 +28,10 @@ Attention = ma.FlaxAttention | ma.CrossAttention | ma.JointAttention
 
 
 class Adapted(nnx.Linear):
-    """Run a projection and add what two thin matrices make of its input.
+    """A projection plus a low-rank change.
 
     Args:
-        linear: the projection, or a stack of them along a leading axis; its parameters are taken
-            over.
+        linear: the projection, or a stack along a leading axis; its parameters are reused.
     """
 
     def __init__(self, linear: nnx.Linear, rank: int, scale: float, *, rngs: nnx.Rngs) -> None:
@@ -48,26 +47,26 @@ class Adapted(nnx.Linear):
         self.lora_B = lora_param(up, (*names[:-2], None, names[-1]))
 
     def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
-        """Run the projection and its change."""
+        """Return the projection plus the change."""
         y = super().__call__(x)
         down, up = (matrix[...].astype(y.dtype) for matrix in (self.lora_A, self.lora_B))
         return y + self.scale * ((x.astype(y.dtype) @ down) @ up)
 
 
 def lora_param(value: Array, axes: tuple[Any, ...]) -> nnx.LoRAParam:
-    """Make a parameter that names its mesh axes without asking for a mesh."""
+    """Make a parameter that names its mesh axes; none need exist yet."""
     return nnx.LoRAParam(value, out_sharding=axes, eager_sharding=False)
 
 
 def add(
     model: nnx.Module, rank: int, alpha: float | None, targets: tuple[str, ...], *, rngs: nnx.Rngs
 ) -> None:
-    """Put a change beside every projection of every attention, in place.
+    """Add a change to every projection of every attention, in place.
 
     Args:
-        model: with maxattn's attention modules somewhere in it.
-        alpha: the change counts alpha / rank; None is the rank.
-        targets: names of projections; those that a module does not have are passed over.
+        model: with maxattn's attention modules.
+        alpha: the change is multiplied by alpha / rank; None is the rank.
+        targets: names of projections; modules without one of them skip it.
     """
     for module in list(attentions(model)):
         for name in targets:
@@ -83,7 +82,7 @@ def attentions(model: nnx.Module) -> Iterator[Attention]:
 
 
 def adapted(model: nnx.Module) -> Iterator[tuple[Any, Adapted]]:
-    """Yield the projections of a model that have a change, and their paths."""
+    """Yield the projections of a model that have a change, with their paths."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Adapted):
             yield path, module
@@ -92,11 +91,12 @@ def adapted(model: nnx.Module) -> Iterator[tuple[Any, Adapted]]:
 def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
     """Return the changes as `<layer>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank].
 
-    The factor alpha / rank is in lora_B: a reader without alpha takes it for the rank, and gets the
-    same change. Layers that diffusers keeps in one tensor are joined.
+    lora_B includes the factor alpha / rank: readers without alpha assume it equals the rank, and
+    get
+    the same change. Layers that are one tensor in diffusers are concatenated.
 
     Args:
-        prefix: put before every name, such as "transformer.".
+        prefix: of every name, such as "transformer.".
     """
     found: dict[str, np.ndarray] = {}
     kernels = defaultdict(list)
@@ -113,10 +113,10 @@ def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def merge(model: nnx.Module, plain: nnx.Module) -> None:
-    """Put the parameters of a model with changes into one without; changes are added in float32.
+    """Copy a model's parameters into one without LoRA; changes are added in float32.
 
     Args:
-        plain: the same without; it may have no arrays yet.
+        plain: the same model without changes, perhaps without arrays.
     """
     changes = {path: change(module) for path, module in adapted(model)}
     values = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
@@ -130,6 +130,6 @@ def merge(model: nnx.Module, plain: nnx.Module) -> None:
 
 
 def change(linear: Adapted) -> Float[Array, "... I O"]:
-    """Multiply the two matrices out, in float32."""
+    """Multiply the two matrices in float32."""
     down, up = (matrix[...].astype(jnp.float32) for matrix in (linear.lora_A, linear.lora_B))
     return linear.scale * (down @ up)

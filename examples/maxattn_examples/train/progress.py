@@ -1,4 +1,4 @@
-"""How training goes: a bar or lines, scalars for TensorBoard, and profiles of some steps."""
+"""Progress of training: a bar or lines, scalars for TensorBoard, and profiles of some steps."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ WINDOW = 50  # steps that loss and speed are averaged over
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Show steps, loss, tokens a second and, where the device's peak is known, the MFU.
+    """Show steps, loss, tokens per second and, if the device's peak is known, the MFU.
 
     Args:
-        first: steps taken before this run.
+        first: number of steps before this run.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._bar.stop()
 
     def advance(self, losses: list[float]) -> None:
-        """Count one step more, the last one of `losses`."""
+        """Count one more step, whose loss is the last of `losses`."""
         self._times.append(time.perf_counter())
         step, facts = len(losses), f"loss {recent(losses):.4f}  {self.cost.speed(self.seconds)}"
         self._bar.update(self._task, completed=step, facts=facts)
@@ -64,7 +64,7 @@ class Progress(AbstractContextManager["Progress"]):
             print(f"step {step:>{len(str(self.steps))}}/{self.steps}  {facts}{left}", flush=True)
 
     def _time_left(self, step: int) -> str:
-        """Return how long the other steps take at the speed of the last ones."""
+        """Return the time for the remaining steps at the recent speed, as text."""
         if self.seconds is None:
             return ""
         minutes, seconds = divmod(round((self.steps - step) * self.seconds), 60)
@@ -73,28 +73,28 @@ class Progress(AbstractContextManager["Progress"]):
 
     @property
     def seconds(self) -> float | None:
-        """How long a step took, on average over the last ones; None before two have been taken."""
+        """The mean seconds of recent steps; None before two steps."""
         if len(self._times) < 2:
             return None
         return (self._times[-1] - self._times[0]) / (len(self._times) - 1)
 
     def pause(self) -> None:
-        """Forget the times: something else than steps has been going on."""
+        """Forget the times, because something other than steps has run."""
         self._times.clear()
 
 
 def recent(losses: list[float]) -> float:
-    """Average the last losses: one alone is mostly the luck of its times."""
+    """Average the recent losses; a single loss depends mostly on its random times."""
     last = losses[-WINDOW:]
     return sum(last) / len(last)
 
 
 class Board(AbstractContextManager["Board"]):
-    """Write scalars that TensorBoard draws.
+    """Write scalars for TensorBoard.
 
     Args:
-        folder: where to; None, and every process but the first, writes nothing.
-        first: steps taken before this run: what a killed run wrote of later ones is not shown.
+        folder: None writes nothing; neither do processes other than the first.
+        first: number of steps before this run; a killed run's scalars of later steps are hidden.
 
     Raises:
         ConfigError: tensorboardX is not installed.
@@ -120,7 +120,7 @@ class Board(AbstractContextManager["Board"]):
             self._writer.close()
 
     def write(self, step: int, **scalars: float | None) -> None:
-        """Write scalars of a step; those that are None are not known."""
+        """Write the scalars of a step, except those that are None."""
         if self._writer is None:
             return
         for name, value in scalars.items():
@@ -129,7 +129,7 @@ class Board(AbstractContextManager["Board"]):
 
 
 class Profiler:
-    """Record the steps that `enable_profiler` and its companions ask for."""
+    """Profile the steps that `enable_profiler` and related settings choose."""
 
     def __init__(self, settings: ma.AttentionConfig, folder: Path, first: int) -> None:
         self.folder = folder
@@ -139,7 +139,7 @@ class Profiler:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Record this step, if it is one of those asked for."""
+        """Profile this step if the settings choose it."""
         if step in self.steps[:1]:
             jax.profiler.start_trace(str(self.folder))
         with jax.profiler.StepTraceAnnotation("train", step_num=step):

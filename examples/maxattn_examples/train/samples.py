@@ -1,8 +1,8 @@
-"""Draws samples while a model is trained: of the first examples' texts, always from the same noise.
+"""Sample during training: with the first examples' texts, always from the same noise.
 
-Each time leaves two files in output_dir/samples: a picture, and the latents themselves, which a VAE
-can decode later. Latents of the digits are drawn as digits; of others the picture shows every
-channel in grey, frame by frame.
+Each time writes a picture and the latents, which a VAE can decode later, to output_dir/samples.
+Latents of digits are drawn as digits; for others the picture shows every channel in grey, frame by
+frame.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Samples:
     """Draw a few samples, and write their picture and latents.
 
     Args:
-        task: its settings say how many, with which sampler and guidance.
-        source: the data; its first examples say what to draw.
+        task: its settings give number, sampler and guidance.
+        source: the data; its first examples are the conditions.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Samples:
 
     @property
     def guided(self) -> bool:
-        """Whether the empty text is computed beside each text."""
+        """Whether sampling also calls the model with the empty text."""
         return self.sampling.guided
 
     def _given(self, ways: int) -> dict[str, np.ndarray]:
-        """Stack the first examples, as many as divide over the devices."""
+        """Stack the first examples, padded to a number that divides over the devices."""
         rows = -(-self.count // ways) * ways  # what fills up the devices is drawn and thrown away
         examples = [self.source[i % self.count] for i in range(rows)]
         return {name: np.stack([one[name] for one in examples]) for name in self.source.shapes}
 
     def _with_empty(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Put the rows of the empty text before those of the texts."""
+        """Put the empty text's batch rows before those of the texts."""
         empty = self.source.empty
 
         def both(name: str, x: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ class Samples:
         return sample(predict, noise, self.schedule, self.keys, steps, scale, batched=True)
 
     def __call__(self, trained: Tree, fixed: Tree, step: int) -> Path:
-        """Draw with these parameters; return the picture."""
+        """Sample with these parameters; return the path of the picture."""
         drawn = hosts.whole(self._draw(trained, fixed, self.told, self.noise))[: self.count]
         path = Path(self.task.training.output_dir) / "samples" / f"{step:07}.png"
         if hosts.is_first():
@@ -114,9 +114,9 @@ class Samples:
 
 
 def channels(videos: Latents) -> np.ndarray:
-    """Lay latents out in grey: a row a video, in it some frames, in each of them every channel.
+    """Lay out latents in grey: a line per video, with some of its frames and all channels of each.
 
-    Black to white is three standard deviations of a channel of all the videos, either way.
+    Black to white spans three standard deviations of a channel over all videos, either way.
     """
     _, count, frames, *_ = videos.shape
     across = next(n for n in range(int(count**0.5), 0, -1) if count % n == 0)
@@ -135,7 +135,7 @@ def _grey(videos: Latents) -> np.ndarray:
 
 
 def _tiled(image: np.ndarray, across: int) -> np.ndarray:
-    """Lay the channels of an image out beside and below each other."""
+    """Lay out the channels of an image in a grid."""
     c, h, w = image.shape
     tiles = image.reshape(c // across, across, h, w).swapaxes(1, 2)
     return tiles.reshape(c // across * h, across * w)

@@ -1,12 +1,11 @@
-"""Self-forcing: a model learns from its own videos, block after block.
+"""Self-forcing: a model is trained on its own videos, block by block.
 
     roll out:  no gradient; of each block x (the input of its last step), t, and x0 = x - t v
     step:      v = model(all x, t | the x0 before them, constant);  x0 = x - t v has the gradient
 
-In a rollout of which only the last step of each block is differentiated, keys and values in the
-cache are constants. One pass writes those of all x0, and one forward under the mask of teacher
-forcing reads them: the same numbers and the same gradient, with nothing to differentiate a cache
-for.
+If only the last step of each block is differentiated, keys and values in the cache are constants.
+One pass writes those of all x0, and one forward under the mask of teacher forcing reads them. The
+result and its gradient equal those of the rollout, but no cache is differentiated.
 
 Source: Huang et al. 2025, https://arxiv.org/abs/2506.08009
 """
@@ -33,7 +32,7 @@ Empty = Callable[[ma.Stream, int, int], ma.KVCache]
 
 
 class Own(NamedTuple):
-    """A rollout: of every frame its clean latents, and the last input that they came from."""
+    """The clean latents of every frame (x0), and the noisy input (x, t) that predicted them."""
 
     clean: Clip  # x0
     mixed: Clip  # x
@@ -43,13 +42,13 @@ class Own(NamedTuple):
 def roll_out(
     call: Call, cache: ma.KVCache, frames: int, sigmas: Sequence[float], noise: Callable[..., Clip]
 ) -> Own:
-    """Make a clip block by block in few steps, each from fresh noise, without a gradient.
+    """Sample a clip block by block in few steps, each from fresh noise, without a gradient.
 
     Args:
         cache: empty, of the stream.
-        frames: of the clip, whole blocks.
-        sigmas: times of the steps, 1 for noise alone; the last is the one that is learned at.
-        noise: draws it for a block's first frame, the one after its last, and the number of a step.
+        frames: number of frames, in whole blocks.
+        sigmas: times of the steps, 1 for pure noise; the model is trained at the last.
+        noise: draws it from a block's first frame, the frame after its last, and the step's number.
     """
     blocks: list[Own] = []
     for start, stop in cache.layout.stream.blocks(frames):
@@ -70,8 +69,9 @@ def kept(call: Call, empty: Empty, stream: ma.Stream, own: Own) -> ma.KVCache:
     """Write the keys and values of all clean blocks in one pass, without a gradient.
 
     Args:
-        empty: makes a cache with a slot for each frame: `empty(stream, batch, frames)`, which is
-            what a model's `cache` does.
+        empty: makes a cache with a slot for each frame, `empty(stream, batch, frames)`, as a
+            model's
+            `cache` does.
         stream: the blocks, the window and the sink.
     """
     batch, count = own.times.shape
@@ -82,7 +82,7 @@ def kept(call: Call, empty: Empty, stream: ma.Stream, own: Own) -> ma.KVCache:
 
 
 def predicted(call: Call, stream: ma.Stream, own: Own, cache: ma.KVCache) -> Clip:
-    """Predict every clean frame anew, with a gradient; the loss is a function of it.
+    """Predict every clean frame again, with a gradient, for the loss.
 
     Args:
         call: the model, whose parameters are differentiated.

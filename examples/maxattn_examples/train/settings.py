@@ -1,4 +1,4 @@
-"""The settings of training: of every run, of flow matching, and of forcing."""
+"""The settings of training: for every run, for flow matching, and for forcing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DataSettings(Section):
 
 
 class TrainingSettings(Section):
-    """Training of a model, and its folder."""
+    """Training of a model, and its output folder."""
 
     steps: Count = 1000
     """Updates of the parameters."""
@@ -85,7 +85,7 @@ class TrainingSettings(Section):
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse parts that a batch does not divide into, and LoRA settings that say nothing."""
+        """Refuse parts that do not divide a batch, and LoRA settings without effect."""
         parts, batch = values["gradient_accumulation_steps"], values["batch_size"]
         if batch % parts:
             divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
@@ -101,7 +101,7 @@ class TrainingSettings(Section):
 
 
 class FlowTraining(TrainingSettings):
-    """Training by flow matching, and how its times are drawn."""
+    """Training by flow matching, with the distribution of its times."""
 
     timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
     """How times between 0 (clean) and 1 (noise) are drawn, before the shift."""
@@ -114,7 +114,7 @@ class FlowTraining(TrainingSettings):
 
 
 class ForcedTraining(FlowTraining):
-    """Training to make videos in the blocks of the section rollout."""
+    """Training to sample videos in the blocks of the section rollout."""
 
     forcing: How = "none"
     """Times of blocks drawn apart: blocks see earlier ones noisy (diffusion) or clean (teacher)."""
@@ -125,7 +125,7 @@ class ForcedTraining(FlowTraining):
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse keys of a context that there is none of, and what every training refuses."""
+        """Refuse keys of clean clips without teacher forcing, and samples during forcing."""
         yield from super().contradictions(values)
         yield from context_errors(values)
         if values["forcing"] != "none" and (every := values["picture_every"]):
@@ -135,7 +135,7 @@ class ForcedTraining(FlowTraining):
 
 
 def context_errors(values: Mapping[str, Any]) -> Iterable[ConfigError]:
-    """Refuse keys of a context that `training` has none of."""
+    """Yield an error for each key of clean clips that the kind of forcing does not use."""
     for key in ("context_noise", "context_dropout"):
         if values["forcing"] != "teacher" and values[key]:
             rule = f"it is of clean clips, and with forcing: {values['forcing']} there are none"

@@ -1,8 +1,8 @@
-"""The parts of a model in training: trained parameters, their average, the optimizer, the rest.
+"""The arrays of a model in training: trained parameters, their average, the optimizer, the rest.
 
-Between steps everything is nested dicts of arrays, each where the mesh wants it; the module is put
-together inside a step. A checkpoint holds a `State` whole and nothing else of the model: with LoRA,
-the changes alone.
+Between steps everything is nested dicts of arrays with their final shardings; a step merges them
+into the module. A checkpoint has a whole `State` and nothing else of the model: with LoRA, only the
+changes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ Tree = Any  # nested dicts of arrays
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """All arrays that a step updates."""
 
-    step: jax.Array  # updates taken
-    trained: Tree  # the parameters that learn
-    average: Tree  # their running average; empty where none is kept
+    step: jax.Array  # number of updates
+    trained: Tree  # parameters
+    average: Tree  # their running average; empty if none is kept
     optimizer: Tree  # moments and counts
 
     @property
     def best(self) -> Tree:
-        """The parameters that draw and are exported: the average, where there is one."""
+        """The parameters for sampling and export: the average if there is one."""
         return self.average or self.trained
 
 
 class Parts:
-    """Know how a model is put together from the parameters that learn and those that stay.
+    """Split and merge a model's trained and frozen parameters.
 
     Args:
         model: with or without arrays.
-        lora_rank: above 0, only LoRA's parameters learn.
+        lora_rank: if above 0, only LoRA's parameters are trained.
     """
 
     def __init__(self, model: nnx.Module, lora_rank: int) -> None:
@@ -49,12 +49,12 @@ class Parts:
         self._trained, self._fixed = (jax.tree.map(_shape, state) for state in (trained, fixed))
 
     def model(self, trained: Tree, fixed: Tree) -> Any:
-        """Put the model together."""
+        """Merge parameters into the model."""
         return nnx.merge(self.graph, _filled(self._trained, trained), _filled(self._fixed, fixed))
 
     @property
     def all_learn(self) -> bool:
-        """Whether there is nothing that stays."""
+        """Whether no parameter is frozen."""
         return not jax.tree.leaves(self._fixed)
 
     def form(
@@ -63,7 +63,7 @@ class Parts:
         averaged: bool,
         mesh: jax.sharding.Mesh | None,
     ) -> State:
-        """Return the shapes, dtypes and shardings of a state, without making it."""
+        """Return the shapes, dtypes and shardings of a state without making it."""
         trained = nnx.to_pure_dict(self._trained)
         shapes = jax.eval_shape(lambda t: _first(t, optimizer, averaged), trained)
         if mesh is None:
@@ -74,7 +74,7 @@ class Parts:
     def _shardings(
         self, shapes: State, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
     ) -> State:
-        """Return the sharding of each array of a state: moments have their parameters'."""
+        """Return the sharding of each array of a state; moments have their parameter's."""
         whole: Any = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         trained = nnx.to_pure_dict(sharding.parameter_shardings(self._trained, mesh))
         moments = optax.tree_utils.tree_map_params(
@@ -88,13 +88,13 @@ class Parts:
 
 
 def split(model: nnx.Module, lora_rank: int) -> tuple[Tree, Tree]:
-    """Return the arrays of a model: those that learn, and the rest."""
+    """Return the trained arrays of a model, and the frozen ones."""
     _, trained, fixed = nnx.split(model, _kind(lora_rank), ...)
     return nnx.to_pure_dict(trained), nnx.to_pure_dict(fixed)
 
 
 def begin(trained: Tree, optimizer: optax.GradientTransformation, form: State) -> State:
-    """Make the state before the first step."""
+    """Return the state before the first step."""
     # Committed to their devices, as the arrays of later steps are: else the first step would be
     # compiled apart from the others.
     trained = jax.device_put(trained, shardings(form.trained))
@@ -137,14 +137,14 @@ def _filled(form: nnx.State, tree: Tree) -> nnx.State:
 
 
 def abstract(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
-    """Build the model without arrays, LoRA left out."""
+    """Build the model without arrays and without LoRA."""
     return nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(task.training.seed)))
 
 
 def build(task: Task, mesh: jax.sharding.Mesh | None) -> nnx.Module:
-    """Build the model with the weights it starts from, on the mesh, with LoRA if it is asked for.
+    """Build the model with its initial weights on the mesh, with LoRA if `lora_rank` is set.
 
-    Weights of a folder go straight to their devices; random ones are made there.
+    Weights of a folder are read directly onto their devices; random ones are made there.
     """
     training, model = task.training, abstract(task, mesh)
     if not task.load(model, mesh):

@@ -1,4 +1,4 @@
-"""One step: noise, gradients over the parts of a batch, clipping, AdamW, the average."""
+"""One training step: noise, gradients over parts of the batch, clipping, AdamW, the average."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Facts(NamedTuple):
     """The figures of a step."""
 
     loss: Float[Array, ""]  # before the update
-    gradient_norm: Float[Array, ""]  # of all gradients together, before clipping
+    gradient_norm: Float[Array, ""]  # over all gradients, before clipping
 
 
 class Step:
-    """Take steps; compiled once, the old state given up.
+    """The compiled training step, which donates the old state.
 
     Raises:
-        ConfigError: the compiler knows no such option.
+        ConfigError: the compiler does not know an option.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Step:
         self._run = jax.jit(self._step, donate_argnums=0, **how)
 
     def __call__(self, state: State, batch: Arrays) -> tuple[State, Facts]:
-        """Return the state after one step; the one before is gone."""
+        """Return the state after one step; the old state's arrays are donated."""
         return self._run(state, self.fixed, batch, self.empty)
 
     def _step(self, state: State, fixed: Tree, batch: Arrays, empty: Arrays) -> tuple[State, Facts]:
@@ -65,7 +65,7 @@ class Step:
     def gradients(
         self, trained: Tree, fixed: Tree, examples: Arrays
     ) -> tuple[Float[Array, ""], Tree]:
-        """Return the loss over all examples and its gradients, computed part after part."""
+        """Return the loss over all examples and its gradients, accumulated over parts."""
 
         def loss(trained: Tree, some: Arrays) -> Float[Array, ""]:
             return self.task.loss(self.parts.model(trained, fixed), some)
@@ -83,9 +83,9 @@ class Step:
 
 
 def parts_of(examples: Arrays, count: int) -> Arrays:
-    """Split a batch into parts along a new first axis; part i has the rows i, i + count, ...
+    """Split a batch into parts along a new first axis; part i has the batch rows i, i + count, ...
 
-    Neighbouring rows lie on one device, so that every part is spread over all of them.
+    Neighbouring rows are on one device, so every part is spread over all devices.
     """
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), examples)
 
@@ -100,7 +100,7 @@ def followed(average: Tree, trained: Tree, decay: Float[Array, ""]) -> Tree:
 
 
 def schedule(training: TrainingSettings) -> optax.Schedule:
-    """Map a step to its learning rate: up to the peak, then constant or down along a cosine."""
+    """Return the learning rate by step: linear warmup, then constant or a cosine."""
     peak, warmup = training.learning_rate, training.warmup_steps
     if training.learning_rate_schedule == "cosine":
         last = max(training.steps, warmup + 1)
@@ -111,7 +111,7 @@ def schedule(training: TrainingSettings) -> optax.Schedule:
 
 
 def optimizer(training: TrainingSettings) -> optax.GradientTransformation:
-    """Make AdamW; weight decay pulls at every trained parameter."""
+    """Make AdamW with weight decay on every trained parameter."""
     how: dict[str, Any] = {
         "weight_decay": training.weight_decay,
         "mu_dtype": training.moment_dtype,

@@ -26,10 +26,10 @@ Arrays = dict[str, Array]
 
 
 class Fixed(NamedTuple):
-    """The settings that a checkpoint cannot go on without."""
+    """The settings that must equal the checkpoint's when a run continues."""
 
-    keys: tuple[str, ...]  # beginnings of dotted keys
-    free: tuple[str, ...] = ()  # those among them that may change all the same
+    keys: tuple[str, ...]  # prefixes of dotted keys
+    free: tuple[str, ...] = ()  # exceptions, which may change
 
 
 # A checkpoint goes on only with these as they were; everything else may change between runs.
@@ -49,11 +49,11 @@ KEPT = Fixed(
 
 
 class Examples(Source, Protocol):
-    """Examples by index, described before one is read."""
+    """Examples by index, with a description of the data set."""
 
-    note: str  # for the user before training; may be empty
+    note: str  # printed before training; may be empty
     kind: str  # "digits", or empty
-    model: str  # the model that they are for
+    model: str  # the latents' model
 
     @property
     def shapes(self) -> Shapes:
@@ -85,26 +85,26 @@ class Task(Protocol):
         """Open the data.
 
         Raises:
-            ConfigErrors: it is absent or incomplete.
+            ConfigErrors: it is missing or incomplete.
         """
         ...
 
     def build(self, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> nnx.Module:
-        """Build the model. It is called under `nnx.eval_shape` and `jax.jit` as well."""
+        """Build the model; also called under `nnx.eval_shape` and `jax.jit`."""
         ...
 
     def noised(self, batch: Arrays, empty: Arrays, key: Array) -> Arrays:
-        """Draw times and noise for a batch; return what `loss` needs of each example, batch first.
+        """Draw times and noise for a batch; return the arrays that `loss` needs, batch first.
 
         Args:
             batch: clean examples.
             empty: the conditions of the empty text, without a batch axis.
-            key: the step's own.
+            key: new in each step.
         """
         ...
 
     def loss(self, model: Any, examples: Arrays) -> Float[Array, ""]:
-        """Return the mean loss of the examples, which are some rows of what `noised` returned."""
+        """Return the mean loss of some batch rows of what `noised` returned."""
         ...
 
     @property
@@ -113,15 +113,15 @@ class Task(Protocol):
         return self.settings.training
 
     def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
-        """Put weights into a model without arrays; False: it starts from random ones."""
+        """Load weights into a model without arrays; False if it starts from random ones."""
         return False
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield one error for each array of the data that the model cannot take, or lacks."""
+        """Yield an error for each array of the data that the model cannot take, or lacks."""
         return ()
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
-        """Plan the attention of a training step, by role; printed, and kept in checkpoints."""
+        """Plan the attention of a training step, by role; plans are printed and saved."""
         return {}
 
     def tokens(self, shapes: Shapes) -> int:
@@ -135,27 +135,27 @@ class Task(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """The folder of weights that training begins from; None: random ones."""
+        """The folder of the initial weights; None for random ones."""
         return None
 
     @property
     def frames_per_block(self) -> int | None:
-        """Frames that the model learns to make together; None where all see each other."""
+        """The frames of a block; None if every frame attends to all others."""
         return None
 
     @property
     def sampler(self) -> Any:
-        """The `samplers.read.Sampler` of samples; None where none are drawn or exported."""
+        """The sampler of samples; None if none are drawn or exported."""
         return None
 
     def sampling_task(self) -> Any:
-        """Return what calls the model in sampling, by `told(model, arrays)` and `predict(...)`."""
+        """Return the `SamplingTask` that calls the model for samples, or None."""
         return None
 
 
 @dataclass(frozen=True)
 class LatentTask(Task):
-    """A `Task` whose examples are latents and whose weights have diffusers' format."""
+    """A `Task` whose examples are latents and whose weights are in diffusers' format."""
 
     settings: Any
     sizes: Any
@@ -168,33 +168,33 @@ class LatentTask(Task):
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Take the sizes from the settings, or from the model's folder.
+        """Make the task; its sizes come from the settings, or from the model's folder.
 
         Raises:
-            ConfigErrors: the folder is that of another pipeline, or has other sizes.
+            ConfigErrors: the folder is another pipeline's, or has other sizes.
         """
         check_pipeline(settings.model.folder, cls.family)
         return cls(settings, settings.model.found(cls.sizes_class, cls.folder_of_model))
 
     @property
     def part(self) -> str:
-        """The folder of a pipeline that holds the model."""
+        """The model's folder in a pipeline's."""
         return self.folder_of_model
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the weights that training begins from."""
+        """The folder of the initial weights."""
         folder = self.settings.model.folder
         return None if folder is None else part_of(folder, self.part)
 
     @property
     def sampler(self) -> Any:
-        """What samples are drawn with."""
+        """The sampler of samples."""
         return self.settings.sampling.sampler_of(self.settings.model.folder)
 
     @property
     def examples_at_once(self) -> int:
-        """The examples of one call of the model: a batch, or a part of it."""
+        """The number of examples in one model call: a batch, or a part of it."""
         return self.training.batch_size // self.training.gradient_accumulation_steps
 
     def source(self) -> LatentFolder:
@@ -209,19 +209,19 @@ class LatentTask(Task):
         return self.model_class(self.sizes, self.settings, mesh, **how)
 
     def load(self, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> bool:
-        """Read the weights of `model.folder`, where there is one."""
+        """Read the weights of `model.folder`, if it is set."""
         if self.folder is None:
             return False
         weights.load_diffusers(model, self.folder, mesh=mesh)
         return True
 
     def sampling_task(self) -> Any:
-        """Return what calls the model in sampling."""
+        """Return the task that calls the model for samples."""
         return self.sampling_class(self.settings, self.sizes, Path())
 
 
 def replaced(
     x: Float[Array, "B ..."], empty: Float[Array, "..."], dropped: Bool[Array, " B"]
 ) -> Float[Array, "B ..."]:
-    """Put the empty condition in place of those that are dropped."""
+    """Replace the conditions of dropped examples by the empty one."""
     return jnp.where(dropped.reshape(-1, *(1,) * empty.ndim), empty.astype(x.dtype), x)

@@ -1,1 +1,1 @@
-"""Wan 2.1: the text- and image-to-video transformer at its real sizes, with maxattn inside."""
+"""Wan 2.1 and 2.2: the text- and image-to-video transformer at full size, training and sampling."""

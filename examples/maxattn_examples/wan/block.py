@@ -1,4 +1,4 @@
-"""A block of Wan's transformer, and its conditions: time, text and image as states of width D."""
+"""A block of Wan's transformer, and the embeddings of its conditions: time, text and image."""
 
 from __future__ import annotations
 
@@ -57,15 +57,16 @@ class Block(nnx.Module):
         """Run the three layers.
 
         Args:
-            modulation: what the times of all frames, or of the video, say to all blocks; this
-                block's table is added.
+            modulation: computed from the times of all frames, or of the video; this block's learned
+                table
+                is added.
             kv: keys and values of text and image, from `attn2.compute_kv`.
-            mask: of self-attention; default everything.
+            mask: of self-attention; default none.
             cache: a layer of a cache, which self-attention writes or reads.
-            add: False: the last branch is left for the next norm to add. Default True.
+            add: False leaves the last branch for the next norm to add. Default True.
 
         Returns:
-            The tokens, or tokens and branch; beside a cache a pair, with the whole cache.
+            The tokens, or tokens and branch; with a cache a pair, with the whole cache.
         """
         rows = rows_of(modulation, self.scale_shift_table[...])
         shift1, scale1, gate1, shift2, scale2, gate2 = rows
@@ -87,15 +88,15 @@ class Block(nnx.Module):
 
 
 def table(rows: int, dim: int, rngs: nnx.Rngs) -> nnx.Param[Float[Array, "1 {rows} {dim}"]]:
-    """Make the learned part of a modulation."""
+    """Make the learned table of a modulation."""
     return nnx.Param(dim**-0.5 * jax.random.normal(rngs.params(), (1, rows, dim)))
 
 
 class Time(NamedTuple):
-    """The embedding of a time, for the head and for all blocks.
+    """The embedding of times, for the head and for all blocks.
 
     Args:
-        embedding: [B, F, D] of each frame of tokens; F is 1 where a video has one time.
+        embedding: [B, F, D] for each frame of tokens; F is 1 if a video has one time.
         modulation: [B, F, 6, D], float32.
     """
 
@@ -107,7 +108,7 @@ class Conditions(nnx.Module):
     """Embed times, texts and images.
 
     Args:
-        how: dtype and param_dtype; the embedder of times is float32 whatever they are.
+        how: dtype and param_dtype; times are always embedded in float32.
     """
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
@@ -133,13 +134,13 @@ class Conditions(nnx.Module):
         return self.text_embedder(states)
 
     def image(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
-        """Embed the states of an image encoder; of two images, when positions are learned."""
+        """Embed the states of an image encoder; of two images if positions are learned."""
         assert self.image_embedder is not None, "the model checks that it takes an image"
         return self.image_embedder(states)
 
 
 class ImageEmbedding(nnx.Module):
-    """Norm, two layers with an exact gelu, norm; learned positions where the model has them."""
+    """Norm, two layers with an exact gelu, norm; with learned positions if the sizes have them."""
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **how: Any) -> None:
         width: Any = sizes.image_dim
@@ -151,7 +152,7 @@ class ImageEmbedding(nnx.Module):
         self.pos_embed = nnx.data(positions)
 
     def __call__(self, states: Float[Array, "B S C"]) -> Float[Array, "B S D"]:
-        """Embed the image's states; with learned positions, B holds two images of each example."""
+        """Embed an image's states; with learned positions, B counts two images per example."""
         x = states
         if self.pos_embed is not None:
             # [2 B, S, C] -> [B, 2 S, C]

@@ -1,7 +1,7 @@
-"""Which of a pipeline's two transformers learns, at which times, and what does not go with it.
+"""Training one of Wan 2.2's two transformers: which one, at which times, and errors.
 
-Wan 2.2 A14B has one for the times with more noise and one for those with less. The boundary between
-them is a share of the times: the pipeline's `model_index.json` says it.
+Wan 2.2 A14B has one transformer for the noisier times and one for the others. The boundary between
+them is a share of the times, from the pipeline's `model_index.json`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PARTS = {"high_noise": FIRST, "low_noise": SECOND}
 
 
 def part(settings: Settings) -> str:
-    """Return the folder of a pipeline that holds the transformer that learns."""
+    """Return the trained transformer's folder in a pipeline's."""
     return PARTS.get(settings.training.expert or "", FIRST)
 
 
 def boundary(settings: Settings) -> float | None:
-    """Return the boundary that the settings, the folder or the name of the sizes say."""
+    """Return the boundary from the settings, the folder or the name of the sizes."""
     model, said = settings.model, settings.training.boundary_ratio
     if said is None and model.folder is not None:
         said = boundary_of(Path(model.folder))
@@ -46,7 +46,7 @@ def boundary(settings: Settings) -> float | None:
 
 
 def times(settings: Settings) -> tuple[float, float]:
-    """Return the least time of the transformer that learns, and the time that it stays below."""
+    """Return the least time of the trained transformer, and its upper bound."""
     at, expert = boundary(settings), settings.training.expert
     if expert is None or at is None:
         return (0.0, 1.0)
@@ -54,7 +54,7 @@ def times(settings: Settings) -> tuple[float, float]:
 
 
 def errors(settings: Settings) -> Iterator[ConfigError]:
-    """Yield what training cannot do with the expert that is named, or with none."""
+    """Yield an error for each reason why the named expert, or none, cannot be trained."""
     training, folder = settings.training, settings.model.folder
     if folder is not None:
         problems = [*_absent(settings), *pipeline_errors(Path(folder), "wan")]
@@ -73,7 +73,7 @@ def errors(settings: Settings) -> Iterator[ConfigError]:
 
 
 def _boundary_errors(settings: Settings) -> Iterator[ConfigError]:
-    """Yield an expert that is not named or not there, and a boundary that is not the folder's."""
+    """Yield an error for a missing or unknown expert, and for a boundary unlike the folder's."""
     training, at, folder = settings.training, boundary(settings), settings.model.folder
     if training.expert is None and at is not None:
         rule = "the model has two transformers, and each learns its own times"
@@ -92,7 +92,7 @@ def _boundary_errors(settings: Settings) -> Iterator[ConfigError]:
 
 
 def _one_transformer(settings: Settings) -> tuple[str, str] | None:
-    """Return the rule and remedy if there is no second transformer, None if there may be one."""
+    """Return rule and remedy if the model has only one transformer, None if it may have two."""
     name, folder = settings.model.sizes, settings.model.folder
     alone = "set training.expert and training.boundary_ratio to null, or "
     if folder is not None and index_of(Path(folder)):
@@ -108,7 +108,7 @@ def _one_transformer(settings: Settings) -> tuple[str, str] | None:
 
 
 def _folder_errors(expert: str, folder: Path) -> Iterator[ConfigError]:
-    """Yield a folder of weights that is the other transformer's, or that lacks the one asked."""
+    """Yield an error if a folder has the other transformer's weights, or lacks the expert's."""
     own, (other,) = PARTS[expert], (x for name, x in PARTS.items() if name != expert)
     is_pipeline = (folder / FIRST).is_dir() or (folder / SECOND).is_dir()
     if is_pipeline and not (folder / own).is_dir():
@@ -120,13 +120,13 @@ def _folder_errors(expert: str, folder: Path) -> Iterator[ConfigError]:
 
 
 def _absent(settings: Settings) -> Iterator[ConfigError]:
-    """Yield an error where there is no such folder, with where the named model can be had."""
+    """Yield an error if the folder does not exist, with the repository of the model."""
     model = settings.model
     yield from absent(model.folder or "", repository=model.repository or REPOSITORIES["wan"])
 
 
 def name_errors(name: str | None, folder: Path) -> Iterator[ConfigError]:
-    """Yield a name of sizes that is of a model with another count of transformers."""
+    """Yield an error if the name of the sizes is of a model with another count of transformers."""
     at = boundary_of(folder)
     if name and index_of(folder) and (name in BOUNDARIES) != (at is not None):
         has = "one transformer" if at is None else "two, with a boundary_ratio"

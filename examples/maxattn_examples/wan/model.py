@@ -1,4 +1,4 @@
-"""Wan's transformer: from a noisy latent video, its time, a text (and an image) to a velocity.
+"""Wan's transformer: predict a velocity from a noisy latent video, time, text (and image).
 
     e = time;  c = text;  x = patches of the latents
     in each block:    (shift1, scale1, gate1, shift2, scale2, gate2) = table + modulation(e)
@@ -7,9 +7,9 @@
         x += gate2 * ffn(norm(x) * (1 + scale2) + shift2)
     velocity = unpatchify(linear(norm(x) * (1 + scale) + shift)),  (shift, scale) = table + e
 
-A video has one time, or one for each frame of tokens: Wan 2.2's TI2V model continues an image that
-is the first frame, at time 0, and a model that streams sees clean frames beside noisy ones. Given a
-cache, it makes one block of a video; given a stream, a clip is under its mask.
+A video has one time, or one for each frame of tokens: Wan 2.2's TI2V model continues an image, the
+first frame, whose time is 0, and a streaming model has clean frames beside noisy ones. With a cache
+the call computes one block of a video; with forcing, a clip under a stream's mask.
 
 Axes: B batch, T tokens, S tokens of text or image, D width, L layers; F, H, W, C frames, rows,
 columns, channels of the latents.
@@ -51,17 +51,18 @@ class WanTransformer3D(nnx.Module):
 
     Args:
         sizes: `SIZES[...]`, or `Sizes.of_folder(...)`.
-        config: attention's settings; its `remat_policy` governs what a training step keeps of each
-            block.
-        dtype: of the computation; norms, modulation and softmax are float32 whatever it is. Default
+        config: attention's settings; its `remat_policy` chooses what each block saves in training.
+        dtype: of the computation, default float32; norms, modulation and softmax are always
             float32.
-        param_dtype: of the parameters; norms and modulation tables stay float32. Default float32.
-        scan_layers: True (default): the blocks are stacked along an axis and scanned, so that they
-            compile once. False: each is compiled, and has its own weights.
+        param_dtype: of the parameters, default float32; norms and modulation tables are always
+            float32.
+        scan_layers: True (default) stacks the blocks' parameters and scans, so that a block
+            compiles
+            once. False compiles each block, with weights of its own.
     """
 
     diffusers_stacked: ClassVar[tuple[str, ...]] = ("blocks",)
-    # In real files, and read by nobody.
+    # Published files have it, but no model reads it.
     diffusers_ignored: ClassVar[tuple[str, ...]] = ("norm_added_q",)
 
     def __init__(
@@ -95,15 +96,15 @@ class WanTransformer3D(nnx.Module):
     def encode(
         self, text: Float[Array, "B S C"], image: Float[Array, "B S2 C2"] | None = None
     ) -> LayersKV:
-        """Compute the keys and values of a text (and image) for every block, once for all steps.
+        """Compute every block's keys and values of a text (and image), once for all steps.
 
         Args:
             text: states of the text encoder, [B, S, text_dim].
             image: states of the image encoder, [B, S', image_dim], for an image-to-video model.
 
         Returns:
-            A `KV` whose arrays have a leading axis of layers, or one for each layer where they are
-            not scanned.
+            A `KV` whose arrays have a leading axis of layers, or one per layer if they are not
+                scanned.
         """
         self._check_image(image)
         c = self.condition_embedder.text(text.astype(self.dtype))
@@ -117,7 +118,7 @@ class WanTransformer3D(nnx.Module):
 
         Args:
             stream: blocks, window and sink.
-            frames: slots of a stream without a window.
+            frames: number of slots, for a stream without a window.
         """
         sizes = self.sizes
         return stream.cache(
@@ -171,17 +172,20 @@ class WanTransformer3D(nnx.Module):
         """Predict the velocity.
 
         Args:
-            latents: noisy; for image-to-video with the condition's channels behind the noise's.
-                Beside a cache that streams, the block that it is at.
-            t: times, 0 (clean) to 1000 (noise), of each video or of each frame of its tokens;
-                beside a cache or forcing, of each frame.
-            text, image: as for `encode`; or else
-            kv: what `encode` gave.
-            cache: keys and values of earlier frames; the result is then a pair, with the cache that
-                holds this block's too. `advance` goes on to the next block.
-            forcing: a stream whose mask the clip is under; with a clean clip beside it the
-                velocity is that of the noisy one.
-            positions: numbers of the frames of tokens; default those from `cache.frame` on.
+            latents: noisy; for image-to-video, the condition's channels follow. With a cache that
+                streams, its current block.
+            t: times, 0 (clean) to 1000 (noise), of each video or of each frame of its tokens; with
+                a
+                cache or forcing, of each frame.
+            text, image: as for `encode`; None if `kv` is given.
+            kv: from `encode`.
+            cache: keys and values of earlier frames; the result is then a pair, with a cache that
+                has
+                this block's too. Its `advance` moves to the next block.
+            forcing: a stream whose mask applies to the clip; if it has a clean clip, the velocity
+                is the
+                noisy clip's.
+            positions: numbers of the frames of tokens; default from `cache.frame`, or from 0.
 
         Raises:
             InputError: an argument does not fit the model or the others.
@@ -205,7 +209,7 @@ class WanTransformer3D(nnx.Module):
     def _tokens(
         self, latents: Latents, t: Float[Array, "B F"], view: View, forcing: Forcing | None
     ) -> tuple[Tokens, Time]:
-        """Embed the patches and times of a clip, and of the clean one that is paired with it."""
+        """Embed the patches and times of a clip, and of its clean clip if there is one."""
         x, clean = self._patches(latents), None if forcing is None else forcing.clean
         if forcing is not None and clean is not None:
             t_clean = jnp.zeros_like(t) if forcing.t_clean is None else forcing.t_clean
@@ -215,8 +219,7 @@ class WanTransformer3D(nnx.Module):
     def _patches(self, latents: Latents) -> Tokens:
         """Embed patches: a convolution without overlap, as a matmul.
 
-        XLA for GPUs would lay out what a convolution gives channels first, and with it what all
-        layers compute.
+        For a convolution XLA for GPUs would choose a channels-first layout, for all layers too.
         """
         grid = dict(zip("fhw", self.sizes.patch_size, strict=True))
         patches = "B (F f) (H h) (W w) C -> B (F H W) (f h w C)"
@@ -229,7 +232,7 @@ class WanTransformer3D(nnx.Module):
     def _layers(
         self, x: Tokens, time: Time, kv: Any, view: View
     ) -> tuple[Tokens, ma.KVCache | None]:
-        """Run the blocks; a cache that is written is their carry, and one that is read is not."""
+        """Run the blocks; a cache is the scan's carry if it is written, but not if it is read."""
         cache = view.cache
         seen, add = (view.rotary, view.mask), not left_open(self.blocks, self.config)
         if cache is not None and view.writes:
@@ -287,7 +290,7 @@ class WanTransformer3D(nnx.Module):
 
 
 def _times(t: Array, frames: int) -> Float[Array, "B F"]:
-    """Return the times as [B, F], with F 1 where a video has one."""
+    """Return the times as [B, F]; F is 1 if each video has one time."""
     if t.ndim == 1:
         return t[:, None]
     if t.shape[1:] != (frames,):

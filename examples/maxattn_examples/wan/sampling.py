@@ -1,8 +1,8 @@
-"""Wan in sampling: sizes of the video, the transformer's inputs, its calls and its attention.
+"""Sampling with Wan: sizes of the video, the transformer's inputs and calls, attention plans.
 
-What a pipeline's model_index.json says of Wan 2.2 is followed: expand_timesteps, with which the
-first frame can be an encoded image at time 0, and boundary_ratio, above which one transformer takes
-the steps and below which another does.
+Two keys of Wan 2.2's model_index.json are supported: expand_timesteps, with which the first frame
+can be an encoded image at time 0, and boundary_ratio, the share of the times at which the second
+transformer replaces the first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRAINING_TIMES = 1000  # a boundary is a share of them
 
 @dataclass(frozen=True)
 class WanSamplingTask(SamplingTask):
-    """Draw videos with Wan's transformers."""
+    """Sample videos with Wan's transformers."""
 
     settings: Settings
     sizes: Sizes
@@ -61,51 +61,51 @@ class WanSamplingTask(SamplingTask):
 
     @cached_property
     def boundary(self) -> float | None:
-        """Above which share of the times the first of two transformers takes the steps."""
+        """The share of the times above which the first of two transformers computes."""
         return boundary_of(self.folder)
 
     @property
     def layers(self) -> int:
-        """How many layers the transformer has."""
+        """The number of layers."""
         return self.sizes.num_layers
 
     @property
     def needs_image(self) -> bool:
-        """Whether it is an image-to-video model: it takes a condition beside the noise."""
+        """Whether it is an image-to-video model, with a condition beside the noise."""
         return self.sizes.in_channels > self.sizes.out_channels
 
     @property
     def takes_image(self) -> bool:
-        """Whether a video can begin with an image."""
+        """Whether a video can start with an image."""
         return self.needs_image or self.continues
 
     @property
     def needs_torch(self) -> tuple[str, ...]:
-        """The parts that encode a prompt, and an image that the model needs."""
+        """The parts that encode a prompt, and a required image."""
         states = ("image_encoder", "image_processor") if self.sizes.image_dim is not None else ()
         vae = ("vae",) if self.needs_image else ()
         return ("tokenizer", "text_encoder", *states, *vae)
 
     @cached_property
     def scale(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of pixels for one of latents; 4, 8 and 8 without a vae."""
+        """Frames, rows and columns of pixels per latent; 4, 8 and 8 if the folder has no vae."""
         vae = config_of(self.folder, "vae")
         side = size_of(vae, "scale_factor_spatial", int, 8)
         return (size_of(vae, "scale_factor_temporal", int, 4), side, side)
 
     @property
     def latents(self) -> tuple[int, ...]:
-        """[C, F, h, w] of one video."""
+        """The shape [C, F, h, w] of one video's latents."""
         s, (time, rows, columns) = self.settings.sampling, self.scale
         frames = (s.frames - 1) // time + 1
         return (self.sizes.out_channels, frames, s.height // rows, s.width // columns)
 
     def sampler(self) -> Sampler:
-        """Choose the sampler, as the pipeline and the settings say."""
+        """The sampler that pipeline and settings give."""
         return self.settings.sampling.sampler_of(str(self.folder))
 
     def experts(self, times: Any) -> tuple[Expert, ...]:
-        """Divide the steps at the pipeline's boundary, where it has one."""
+        """Split the steps at the pipeline's boundary, if it has one."""
         s, boundary = self.settings.sampling, self.boundary
         if boundary is None:
             return (Expert(self.part, len(times), s.guidance_scale, s.guided),)
@@ -116,7 +116,7 @@ class WanSamplingTask(SamplingTask):
         return Expert(self.part, above, s.guidance_scale, s.guided), rest
 
     def size_errors(self) -> Iterable[ConfigError]:
-        """Yield sizes that tokens do not divide, and settings that a pipeline does not have."""
+        """Yield an error for sizes that tokens do not divide, and for unsupported settings."""
         yield from self._pipeline_errors()
         if "rollout" in self.settings.model_fields_set:
             rule = "it is of videos made block by block, and here all frames are made at once"
@@ -159,9 +159,7 @@ class WanSamplingTask(SamplingTask):
             yield ConfigError("sampling.frames", frames, rule, f"use {below} or {below + unit}")
 
     def expected(self, guided: bool) -> dict[str, Form]:
-        """Return text, for image-to-video the condition (and the image's states), and the first
-        frame, which may be lacking.
-        """
+        """Return the forms of text, condition, image states and (optional) first frame."""
         sizes = self.sizes
         forms: dict[str, Form] = {"text": ("L", sizes.text_dim)}
         if guided:
@@ -185,7 +183,7 @@ class WanSamplingTask(SamplingTask):
         return arrays
 
     def told(self, model: Any, arrays: Mapping[str, Array]) -> Any:
-        """Compute the keys and values of text and image in every block, once for all steps."""
+        """Compute every block's keys and values of text and image, once for all steps."""
         kv = model.encode(arrays["text"], arrays.get("image"))
         return kv, _last(arrays.get("condition")), _last(arrays.get("first"))
 
@@ -196,9 +194,7 @@ class WanSamplingTask(SamplingTask):
         t: Float[Array, " B"],
         told: Any,
     ) -> Array:
-        """Predict the velocity: a condition's channels behind the noise's, a first frame before
-        the others, at time 0.
-        """
+        """Predict the velocity, with the condition's channels, or the first frame at time 0."""
         kv, condition, first = told
         x = x if condition is None else jnp.concatenate([x, condition], axis=-1)
         if first is None:
@@ -210,12 +206,12 @@ class WanSamplingTask(SamplingTask):
     def finished(
         self, x: Float[Array, "B F H W C"], told: Mapping[str, Array]
     ) -> Float[Array, "B F H W C"]:
-        """Return the sample, its first frame the one that was given."""
+        """Return the sample; the given first frame, if any, replaces its own."""
         first = _last(told.get("first"))
         return x if first is None else _begun(first[-x.shape[0] :], x)
 
     def plans(self, rows: int, lengths: Mapping[str, int], mesh: Any) -> dict[str, ma.Plan]:
-        """Plan self- and cross-attention, the image's too."""
+        """Plan self-attention, and cross-attention to text and image."""
         return plans(self.settings, self.sizes, rows, self.latents, lengths, mesh)
 
     def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
@@ -236,7 +232,7 @@ def _last(x: Float[Array, "B C ..."] | None) -> Float[Array, "B ... C"] | None:
 def _begun(
     first: Float[Array, "B 1 H W C"], x: Float[Array, "B F H W C"]
 ) -> Float[Array, "B F H W C"]:
-    """Begin a video with a frame."""
+    """Replace the first frame of a video."""
     return jnp.concatenate([first, x[:, 1:]], axis=1)
 
 
@@ -255,16 +251,13 @@ def plans(
     mesh: jax.sharding.Mesh | None,
     mask: Mask | None = None,
 ) -> dict[str, ma.Plan]:
-    """Plan self- and cross-attention, the image's too.
+    """Plan self-attention, and cross-attention to text and image.
 
     Args:
-        settings: of attention and of the model.
-        sizes: of the model.
-        batch: videos in one call of the model.
-        latents: [C, F, h, w] of one.
-        lengths: tokens of "text", and of "image" where there is one.
-        mesh: that it runs on.
-        mask: of training by forcing; that of teacher forcing is over two clips.
+        batch: videos in one model call.
+        latents: [C, F, h, w] of one video.
+        lengths: tokens of "text", and of "image" if there is one.
+        mask: of training by forcing; for teacher forcing, over two clips.
     """
     heads = (sizes.num_attention_heads, sizes.attention_head_dim)
 

@@ -1,6 +1,6 @@
-"""The settings of Wan 2.1 and 2.2: those of attention, and five sections of its own.
+"""The settings of Wan 2.1 and 2.2: those of attention, and five sections of the examples.
 
-The same YAML file trains (examples/train.py wan) and draws (examples/generate.py wan).
+The same YAML file trains (examples/train.py wan) and samples (examples/generate.py wan).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Name = Literal[
 
 
 class ModelSettings(NamedModel):
-    """The transformer, by its folder or its sizes, and its dtypes."""
+    """The transformer, given by its folder or its sizes, and its dtypes."""
 
     known: ClassVar[Mapping[str, Any]] = SIZES
     repositories: ClassVar[Mapping[str, str]] = REPOSITORIES
@@ -56,7 +56,7 @@ class ModelSettings(NamedModel):
 
 
 class TrainingSettings(ForcedTraining):
-    """Training by flow matching, and how its times are drawn."""
+    """Training by flow matching, with the distribution of its times."""
 
     expert: Literal["high_noise", "low_noise"] | None = None
     """Which of Wan 2.2 A14B's two transformers learns, at its own times alone."""
@@ -65,7 +65,7 @@ class TrainingSettings(ForcedTraining):
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:
-        """Refuse a boundary that divides nothing, and what every training refuses."""
+        """Refuse a boundary without an expert, and what every training refuses."""
         yield from super().contradictions(values)
         if (at := values["boundary_ratio"]) is not None and values["expert"] is None:
             rule = "it divides the times of two transformers, and expert is null"
@@ -99,16 +99,16 @@ class SamplingSettings(FlowSampling):
     """Tokens of a prompt; a shorter one is padded with zeros, as in the model's training."""
 
     def schedule(self, folder: str | None) -> Schedule:
-        """Compute the sampler's numbers, as these settings and a pipeline's folder say."""
+        """Compute the sampler's schedule from these settings and a pipeline's folder."""
         return self.sampler_of(folder).schedule(self.num_inference_steps)
 
     def sampler_of(self, folder: str | None) -> Sampler:
-        """Choose the sampler."""
+        """Return the sampler from these settings and a pipeline's folder."""
         return read(folder, "flow", self.sampler, self.timestep_shift, **self.sampler_changes)
 
 
 class Settings(ma.AttentionConfig):
-    """The keys of attention, and the sections of the program."""
+    """The settings of attention, and the sections of the examples."""
 
     model: ModelSettings = ModelSettings(sizes="wan-2.1-t2v-1.3b")
     """The transformer."""

@@ -27,14 +27,14 @@ class Sizes:
         num_attention_heads, attention_head_dim: N and H; the width D is their product.
         num_layers: blocks.
         ffn_dim: width inside the feed-forward layer.
-        in_channels, out_channels: of the latent video; image-to-video models take more in than they
-            give out.
+        in_channels, out_channels: of the latent video; image-to-video models have more input
+            channels.
         patch_size: frames, rows and columns of latents in a token.
         text_dim: width of the text encoder's states.
-        freq_dim: sinusoids of the time.
+        freq_dim: width of the sinusoidal embedding of the time.
         image_dim: width of the image encoder's states; None for text-to-video.
         added_kv_proj_dim: width of the image's states in cross-attention; None for text-to-video.
-        pos_embed_seq_len: tokens of two images with learned positions (first and last frame); None
+        pos_embed_seq_len: tokens of two images (first and last frame) with learned positions; None
             without.
         rope_theta: base of RoPE's frequencies.
         eps: of every norm.
@@ -61,7 +61,7 @@ class Sizes:
         return self.num_attention_heads * self.attention_head_dim
 
     def config(self) -> dict[str, Any]:
-        """Return what diffusers keeps in `config.json` beside the weights."""
+        """Return the content of diffusers' `config.json`."""
         own = {key: value for key, value in vars(self).items() if key != "rope_theta"}
         own |= {"patch_size": list(self.patch_size), "rope_max_seq_len": 1024}
         return {**ONLY, **own}
@@ -71,8 +71,8 @@ class Sizes:
         """Read the sizes from a folder's `config.json`.
 
         Raises:
-            ConfigError: there is no such folder.
-            WeightsError: there is none, or it describes another kind of model.
+            ConfigError: the folder does not exist.
+            WeightsError: the file does not exist, or it describes another kind of model.
         """
         own = {field.name for field in fields(cls)}
         config = read_config(folder, "wan", ONLY, {*own, KEY, "rope_max_seq_len"})

@@ -1,4 +1,4 @@
-"""What Wan learns: velocities of noisy latents, from a text (and an image)."""
+"""Train Wan to predict velocities of noisy latents from a text (and an image)."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ class WanTask(LatentTask):
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """Take the sizes from the settings, or from the model's folder; raises as `found`.
+        """Make the task; its sizes come from the settings, or from the model's folder.
 
         Raises:
-            ConfigErrors: the transformer that is to learn is not the folder's, or not named.
+            ConfigErrors: the expert is not named, or the folder does not have it.
+            ConfigError, WeightsError: as `found`.
         """
         if problems := list(experts.errors(settings)):
             raise ConfigErrors(problems)
@@ -61,22 +62,22 @@ class WanTask(LatentTask):
 
     @property
     def part(self) -> str:
-        """The folder of a pipeline that holds the transformer."""
+        """The transformer's folder in a pipeline's."""
         return experts.part(self.settings)
 
     @property
     def frames_per_block(self) -> int | None:
-        """Frames that the model learns to make together; None where all see each other."""
+        """The frames of a block; None if every frame attends to all others."""
         how = self.settings
         return None if how.training.forcing == "none" else how.rollout.frames_per_block
 
     @cached_property
     def times(self) -> tuple[float, float]:
-        """The least time that is learned, and the time that all are below."""
+        """The least time to train at, and the upper bound."""
         return experts.times(self.settings)
 
     def shape_errors(self, shapes: Shapes) -> Iterable[ConfigError]:
-        """Yield the arrays of the data that do not fit the transformer."""
+        """Yield an error for each array of the data that does not fit the transformer."""
         sizes, (frames, rows, columns) = self.sizes, self.sizes.patch_size
         expected: dict[str, Form] = {
             "latents": (sizes.out_channels, f"{frames} f", f"{rows} h", f"{columns} w"),
@@ -106,7 +107,7 @@ class WanTask(LatentTask):
         return {**drawn, "text": text, **more}
 
     def _noise(self, latents: tuple[int, ...]) -> forcing.Noise:
-        """Return the noise of clips [B, F, h, w, C] in training by forcing."""
+        """Return the noise distribution of clips [B, F, h, w, C] for forcing."""
         said = self.settings.training
         how = {"sampling": said.timestep_sampling, "mean": said.logit_mean, "std": said.logit_std}
         context = said.context_noise / MOST if said.forcing == "teacher" else None
@@ -115,7 +116,7 @@ class WanTask(LatentTask):
         return forcing.Noise(self._stream(latents), shift, context, dropped, more)
 
     def _stream(self, latents: tuple[int, ...]) -> ma.Stream:
-        """Return the blocks of clips [B, F, h, w, C]."""
+        """Return the stream for clips [B, F, h, w, C]."""
         _, height, width = self.sizes.patch_size
         return self.settings.rollout.stream(latents[2] // height * (latents[3] // width))
 
@@ -132,7 +133,7 @@ class WanTask(LatentTask):
         return jnp.mean((velocity.astype(jnp.float32) - examples["velocity"]) ** 2)
 
     def plans(self, shapes: Shapes, mesh: jax.sharding.Mesh | None) -> dict[str, ma.Plan]:
-        """Plan self- and cross-attention, the image's too."""
+        """Plan self-attention, and cross-attention to text and image."""
         lengths = {name: shapes[name][0] for name in ("text", "image") if name in shapes}
         batch, latents = self.examples_at_once, shapes["latents"]
         how, (_, frames, *sides) = self.settings.training.forcing, latents
@@ -145,14 +146,14 @@ class WanTask(LatentTask):
 
 
 def _conditioned(x: Float[Array, "B F h w C"], examples: Arrays) -> Array:
-    """Put the condition of image-to-video behind the channels of a clip."""
+    """Append the channels of an image-to-video condition to those of a clip."""
     if "condition" not in examples:
         return x
     return jnp.concatenate([x, channels_last(examples["condition"].astype(x.dtype))], axis=-1)
 
 
 def whole_blocks(said: RolloutSettings, frames: int) -> Iterable[ConfigError]:
-    """Refuse clips whose last block is a part of one."""
+    """Yield an error if a clip's last block is not whole."""
     size, alone = said.frames_per_block, int(said.first_frame_alone)
     if (frames - alone) % size:
         first = ", the first frame alone" if alone else ""

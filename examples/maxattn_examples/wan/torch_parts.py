@@ -1,4 +1,4 @@
-"""Wan's text encoder, image encoder and VAE, run by torch from a folder, one at a time."""
+"""Run Wan's text encoder, image encoder and VAE in torch from a folder, one at a time."""
 
 # torch and its packages are optional: types are checked without.
 # pyright: reportMissingImports=false
@@ -22,12 +22,12 @@ from maxattn_examples.sample.torch_parts import TextEncoder, to_numpy
 
 
 def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, device: str) -> Arrays:
-    """Encode prompts, padded with zeros behind the prompt's own tokens, as in the model's training.
+    """Encode prompts, with zeros for padding, as in the model's training.
 
     Args:
         folder: with tokenizer and text_encoder.
-        prompts: by the name of the array that they become, [B, tokens, D].
-        tokens: of every prompt; what is longer is cut.
+        prompts: by the name of the resulting array, [B, tokens, D].
+        tokens: length to which prompts are padded or cut.
         device: cpu or cuda.
     """
     encoder, found = TextEncoder(folder, "UMT5EncoderModel", device), {}
@@ -39,7 +39,7 @@ def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, devic
 
 
 def cleaned(prompt: str) -> str:
-    """Mend broken Unicode (with ftfy, if installed), undo HTML's escapes, and join by one space."""
+    """Fix broken Unicode (with ftfy, if installed), unescape HTML, and normalise spaces."""
     if find_spec("ftfy") is not None:
         import ftfy
 
@@ -48,11 +48,11 @@ def cleaned(prompt: str) -> str:
 
 
 def image(folder: Path, path: Path, size: tuple[int, int, int], device: str) -> Arrays:
-    """Encode the first frame of an image-to-video model, as the folder says.
+    """Encode the first frame for an image-to-video model.
 
-    The image becomes "first", its latents, or else the condition, whose first channels mark the
-    frames that are given, one channel for each frame of a latent, and whose others are the encoded
-    video, which is the image and then zeros; and its states where there is an image encoder.
+    The result has "first", the image's latents, if the folder continues images. Otherwise it has
+    "condition": mask channels, one for each frame of a latent, then the latents of a video that is
+    the image followed by zeros. It also has "image", the image encoder's states, if there is one.
 
     Args:
         folder: with image_encoder, image_processor and vae.
@@ -86,7 +86,7 @@ def _image_states(folder: Path, picture: Any, device: str) -> np.ndarray:
 
 
 def _condition(folder: Path, picture: Any, size: tuple[int, int, int], device: str) -> np.ndarray:
-    """Encode the picture and then zeros, and mark the frame that is given."""
+    """Encode the picture followed by zeros, and mark its frame."""
     import torch
 
     latents, frames = _encoded(folder, picture, size, device)
@@ -98,7 +98,7 @@ def _condition(folder: Path, picture: Any, size: tuple[int, int, int], device: s
 def _encoded(
     folder: Path, picture: Any, size: tuple[int, int, int], device: str
 ) -> tuple[Any, int]:
-    """Return the latents of a picture followed by zeros, and the frames of a latent."""
+    """Return the latents of a picture followed by zeros, and the frames per latent."""
     import torch
     from diffusers.video_processor import VideoProcessor
 
@@ -115,11 +115,11 @@ def _encoded(
 def decode(
     folder: Path, latents: Float[np.ndarray, "B C F h w"], device: str
 ) -> list[UInt8[np.ndarray, "f H W 3"]]:
-    """Decode latents into videos, one after the other.
+    """Decode latents into videos, one after another.
 
     Args:
         folder: with vae.
-        latents: as the transformer sees them.
+        latents: scaled.
         device: cpu or cuda.
     """
     import torch
@@ -136,7 +136,7 @@ def decode(
 
 
 def _vae(folder: Path, device: str) -> tuple[Any, Any, Any]:
-    """Load the VAE in float32, and the mean and spread of its latents."""
+    """Load the VAE in float32, and the mean and standard deviation of its latents."""
     import torch
     from diffusers import AutoencoderKLWan
 
