@@ -14,13 +14,14 @@ class ModelCall(NamedTuple):
 
     Args:
         name: for `--only`.
-        shape: B, T, S, N, H, and K where key heads are fewer.
+        shape: B, T, S, N, H, and K if there are fewer key heads.
         mask: makes the mask from the module `maxattn.masks`; arrays in it are traced.
         kept: about the share of pairs that the mask allows; sets how many calls are chained.
         dtype: of q, k and v.
         role: "self" or "cross".
-        share: the share of its model's step that all such cross-attentions take, in training and
-            denoising alike (times of calls and steps are in docs/results.md).
+        share: the share of its model's step that all such cross-attentions take, the same in
+            training
+            and denoising (times of calls and steps are in docs/results.md).
         bias: the shape of an additive bias, or ().
     """
 

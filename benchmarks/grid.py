@@ -3,8 +3,8 @@
     python benchmarks/grid.py --seeds 1 2 --limit 500 --json rows.json
     python benchmarks/grid.py --against rows.json
 
-Processes compile in parallel, and time one after the other. Without --seeds nothing is timed: the
-rows are read from files, by default those of docs/measured that the rules of `auto` are from.
+Processes compile in parallel, and time one after the other. Without --seeds nothing is timed: rows
+are read from files, by default those of docs/measured from which the rules of `auto` were derived.
 """
 
 from __future__ import annotations

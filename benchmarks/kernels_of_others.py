@@ -34,7 +34,7 @@ def _source(key: str) -> Any:
 
 
 def _custom(q: Any, k: Any, v: Any, config: Any, name: str = "", **flags: Any) -> Any:
-    """Run a forward of MaxDiffusion, which takes [N, T, H], on a batch of one; pad to the tiles."""
+    """Run MaxDiffusion's forward, which takes [N, T, H], on a batch of one, padded to the tiles."""
     source, sizes = _source(KERNEL), config.flash_block_sizes
     assert q.shape[0] == 1, "it computes a batch of one"
     blocks = sizes.block_q, sizes.block_kv, sizes.block_kv_compute

@@ -1,4 +1,4 @@
-"""Estimates by libtpu's schedule, which a log keeps, so that a stopped run continues from it."""
+"""Estimates by libtpu's schedule, stored in a log, so that a stopped run continues from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Estimate = dict[str, Any]
 
 
 class EstimateLog:
-    """A file with a line of JSON for each compiled job; without a path nothing is kept."""
+    """A file with a line of JSON for each compiled job; without a path nothing is stored."""
 
     def __init__(self, path: Path | None, seconds: float) -> None:
         self.path, self.seconds = path, seconds

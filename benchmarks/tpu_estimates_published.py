@@ -178,7 +178,7 @@ SHAPE = "1,32768,32768,12,128"  # no padding, so that no mask is evaluated
 
 
 class Ranking(NamedTuple):
-    """Two tiles, and how much faster than the first the second was reported to be."""
+    """Two tiles, and the published speedup of the second over the first."""
 
     target: str
     kernel: str

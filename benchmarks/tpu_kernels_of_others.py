@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def _cell(row: Estimate) -> str:
-    """Format the rate over real pairs, slow end first."""
+    """Format the rate over unmasked pairs, slow end first."""
     if "failed" in row:
         return row["failed"].split(":")[0]
     pairs = SHAPE.batch * SHAPE.heads * SHAPE.q_len * SHAPE.kv_len

@@ -1,4 +1,4 @@
-"""A TPU that this machine does not have: libtpu compiles for it from shapes alone."""
+"""Compile for a TPU that this machine does not have: libtpu needs only shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AbsentTpu(NamedTuple):
         """Describe the first device of a host of TPUs, such as "v6e".
 
         Raises:
-            ConfigError: the name is no TPU's, or libtpu is not installed.
+            ConfigError: the name is not a TPU's, or libtpu is not installed.
         """
         kind = read_target(name)
         target = ma.Target.named(kind.kind, ma.Target.here().packages)

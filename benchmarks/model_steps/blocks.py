@@ -116,7 +116,7 @@ class Blocks:
         return Step(self.work, step, start, forward, shapes, program, self._facts)
 
     def lowered(self, dtype: Any, put: Callable[[Any], Any]) -> Any:
-        """Lower the program for another machine; `put` gives shapes the sharding of its arrays."""
+        """Lower the program for another machine; `put` gives shapes that machine's sharding."""
         model, _, empty, given = self._shapes(dtype)
         structure, params = split(model)
         run = self._rollout(structure.merge(put(params)))
@@ -148,7 +148,7 @@ class Blocks:
         return replace(cache, frame=number, stage=stage, own=self.stream.frames_per_block)
 
     def _again(self, cache: ma.KVCache | None) -> ma.KVCache:
-        """Keep the cache for the next block, or reset it if that is another program."""
+        """Keep the cache for the next block, or reset it if the next block is another program."""
         assert cache is not None, "the rollout keeps a cache"
         rolls = self.stream.window is not None and not self.first
         return cache if rolls else self._at(cache, self.frame)
@@ -172,6 +172,6 @@ class Blocks:
 
 
 def passes(steps: int, clean_pass: bool = True) -> Denoising:
-    """Return so many passes of denoising, whose times are evenly spaced before their shift."""
+    """Return `steps` passes of denoising, whose times are evenly spaced before their shift."""
     times = tuple(1000 * (steps - i) / steps for i in range(steps))
     return Denoising(times, clean_pass=clean_pass)

@@ -30,7 +30,7 @@ PRODUCT = re.compile(r"gemm|cublas|nvjet|xmma|cutlass|conv(?!ert)|dot|matmul|ynn
 
 
 class Kernel(NamedTuple):
-    """The share of one kernel in a step: milliseconds and calls of a step."""
+    """The time of one kernel in a step: milliseconds and number of calls."""
 
     name: str
     kind: str
@@ -122,7 +122,7 @@ def events_of(folder: str | Path) -> Iterator[Event]:
 
 
 def kernels_of(events: Iterable[Event], steps: int, program: str = "") -> tuple[Kernel, ...]:
-    """Sum up a profile of so many steps; `program` is the text of the compiled program."""
+    """Sum up a profile of `steps` steps; `program` is the text of the compiled program."""
     origins = dict(OP_NAME.findall(program))
     ns: dict[tuple[str, str], float] = defaultdict(float)
     calls: Counter[tuple[str, str]] = Counter()

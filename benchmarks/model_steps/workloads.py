@@ -1,8 +1,8 @@
-"""What is measured: a model at its real size, the shapes of its inputs, a prediction, a loss.
+"""The models to measure, at real size: the shapes of their inputs, a prediction, a loss.
 
 `wan`, `sdxl` and `flux` take the settings of attention; the examples of a step, with their height
 and width in pixels; the sizes of the model, by default those of its published weights; the tokens
-of a prompt; and whether the model's layers are scanned, or None for how examples sample here.
+of a prompt; and whether the model's layers are scanned, or None for the default of the examples.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def wan(
     text: int = 512,
     scan_layers: bool | None = True,
 ) -> Workload:
-    """Describe Wan: flow matching of a video of so many frames.
+    """Describe Wan: flow matching of a video with `frames`.
 
     Wan 2.2's TI2V gets a time for each frame, as it does to continue an image.
     """
