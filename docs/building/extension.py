@@ -29,6 +29,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "commands": commands.text,
     "rules": block_size_rules.rules_table,
     "settings": settings.text,
+    "step-settings": settings.of_steps,
     "support": support_page.text,
 }
 

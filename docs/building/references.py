@@ -19,7 +19,8 @@ FOREIGN = re.compile(
     r"(jax|jaxlib|jaxtyping|numpy|np|flax|nnx|collections|pathlib|os|typing)\b"
     r"|(Array|ndarray|Float|Int|Ints|Bool|Bools|Shaped|Mesh|Module|Rngs|Path|Self)\Z"
     r"|(Overrides|Config)\Z"
-    r"|(MeshShape|Mode|Stage)\Z"  # without their module: pages import them for types alone
+    # Without their module, since pages import them for types alone.
+    r"|(MeshShape|Mode|Stage|Sum|Decision)\Z"
     # Of maxattn's own: what a user is given and looks into, and has no page.
     r"|maxattn(\.\w+)+\.(Kernel|Strategy|Collective|Device|Tuned|CallTimes|Entry|F|C)\Z"
     r"|maxattn(\.\w+)+\.(LayerAudit|KernelAudit|Finding)\Z"

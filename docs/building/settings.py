@@ -1,12 +1,15 @@
-"""The list of the config's keys: default, meaning and values, from its schema."""
+"""The lists of the keys of `AttentionConfig` and of `StepSettings`, with default and meaning."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import yaml
+from pydantic import BaseModel
 
-from maxattn.config.schema import schema
+from maxattn.config.schema import field_docs, schema
+from maxattn.steps import StepSettings, settings
 
 
 def text() -> str:
@@ -17,6 +20,29 @@ def text() -> str:
     below = {f"flash_block_sizes.{key}": value for key, value in sizes.items()}
     whole_list = {k: v for k, v in keys.items() if k != "flash_block_sizes"} | below
     return "\n\n".join(entry(key, of_key) for key, of_key in whole_list.items())
+
+
+def of_steps() -> str:
+    """List the keys of `StepSettings`, each with those below it."""
+    return "\n\n".join(_of_steps(StepSettings, ""))
+
+
+def _of_steps(section: type[BaseModel], above: str) -> Iterator[str]:
+    for key, words in field_docs(section).items():
+        field = section.model_fields[key]
+        required = field.is_required()
+        default = "" if required else f": {yaml.safe_dump(field.default).split(chr(10))[0]}"
+        yield f"`{above}{key}{default}`\n: {words}" + " Required." * required
+        for below in _sections_in(field.annotation):
+            yield from _of_steps(below, f"{above}{key}.")
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the sections that a type names, such as that of `X | None` or `tuple[X, ...]`."""
+    if getattr(annotation, "__module__", "") == settings.__name__:
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)
 
 
 def entry(key: str, schema: dict[str, Any]) -> str:

@@ -33,11 +33,11 @@ def schema() -> dict[str, Any]:
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
     """Copy the first line of a model's docstring, and its fields' docstrings, to the schema."""
     schema["description"] = (inspect.getdoc(model) or "").partition("\n")[0]
-    for name, words in _field_docs(model).items():
+    for name, words in field_docs(model).items():
         schema["properties"][name]["description"] = words
 
 
-def _field_docs(model: type[BaseModel]) -> dict[str, str]:
+def field_docs(model: type[BaseModel]) -> dict[str, str]:
     """Read the docstring after each field in the source."""
     body = ast.parse(inspect.getsource(model)).body[0]
     assert isinstance(body, ast.ClassDef)

@@ -78,7 +78,7 @@ class Step:
 
     @property
     def letter(self) -> str:
-        """As in a schedule: X computes, . reuses, ? decides; of decisions as the settings say."""
+        """Its letter in a schedule; a step that decides has that of its settings."""
         if self.layers == "decide":
             return COMPUTE if self.threshold < 0 else REUSE if self.threshold > 1e30 else DECIDE
         return REUSE if self.layers == "reuse" else COMPUTE
@@ -131,7 +131,7 @@ class Steps(Sequence[Step]):
 
     @property
     def letters(self) -> str:
-        """A letter for each step: X computes, . reuses, ? decides."""
+        """The letters of all steps, as in a schedule."""
         return "".join(step.letter for step in self.steps)
 
     @property
