@@ -1,4 +1,4 @@
-"""The axes of the matrix (masks, lengths, heads, dtypes), and what runs and judges a case."""
+"""The axes of the matrix (masks, lengths, heads, dtypes), and helpers that run and judge a case."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _segments(b: int, t: int, s: int) -> M.Mask:
 
 
 def _packed(t: int, s: int) -> M.Mask:
-    """Four segments, of lengths that are known; some may have no query, or no key."""
+    """Four segments with static lengths; some may have no query, or no key."""
     rng = _rng(1, t, s)
     ends = [[0, *np.sort(rng.integers(0, n + 1, 3)), n] for n in (t, s)]
     return M.Segments.of_lengths(*map(np.diff, ends))
@@ -102,7 +102,7 @@ BIASES = {"none": None, "full": "BNTS", "shared": "11TS", "keys": "B11S", "far":
 
 
 def arrays(case: dict) -> dict[str, Any]:
-    """Draw the operands of a case in numpy, from which they reach a mesh without a program."""
+    """Draw the operands of a case in numpy; putting these on a mesh needs no program."""
     (t, s), (n, k) = LENGTHS[case["length"]], HEADS[case["heads"]]
     b, h, dtype = case["batch"], case["head_dim"], case["dtype"]
     rng = np.random.default_rng(7)
@@ -126,7 +126,7 @@ def arrays(case: dict) -> dict[str, Any]:
 
 
 def allowed(mask: M.Mask | None, t: int, s: int) -> np.ndarray | None:
-    """Evaluate a mask densely; its own tests hold it against its literal definition."""
+    """Evaluate a mask densely; tests/masks compares the result with the mask's definition."""
     return None if mask is None else np.asarray(mask.bind(t, s).allowed(np.arange(t), np.arange(s)))
 
 
@@ -159,20 +159,20 @@ RESULTS = ("out", "lse", "dq", "dk", "dv", "dbias")
 
 
 def both(call: Callable[..., Any], x: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
-    """Return out and LSE of a call, and its operands' gradients under `x["dout"]`, `x["dlse"]`."""
+    """Return out and LSE of a call, and the operands' gradients for `x["dout"]`, `x["dlse"]`."""
     (out, lse), pull = jax.vjp(call, *operands)
     return out, lse, *pull((x["dout"], x["dlse"]))
 
 
 def compare(got: Iterable[Any], want: Answer, within: float = TOLERANCE["float32"]) -> None:
-    """Compare results with float64, each by its largest entry; what is wanted may be fewer."""
+    """Return errors against float64, relative to the largest entry; `got` may have more results."""
     pairs = zip(RESULTS, got, want, strict=False)
     found = {n: error(g, w) for n, g, w in pairs if g is not None and w is not None}
     assert max(found.values()) < within, found
 
 
 def draw_operands(b: int, t: int, s: int, n: int, k: int, h: int, v: int = 0) -> dict[str, Any]:
-    """Draw float32 operands of a call and the gradients of its results."""
+    """Draw float32 operands of a call, and cotangents."""
     rng, v = np.random.default_rng(0), v or h
     sizes = {"q": (t, n, h), "k": (s, k, h), "v": (s, k, v), "dout": (t, n, v), "dlse": (n, t)}
     return {key: rng.normal(size=(b, *size)).astype(np.float32) for key, size in sizes.items()}
@@ -187,6 +187,6 @@ def judge_call(attend: Any, x: dict[str, Any], mask: M.Mask | None, within: floa
 
 
 def judge(case: dict, errors: dict[str, float]) -> None:
-    """Fail, naming the case, when any error is over the tolerance of its dtype."""
+    """Fail, naming the case, if any error is above the tolerance of its dtype."""
     over = {n: e for n, e in errors.items() if e > TOLERANCE[case["dtype"]]}
     assert not over, f"{case}: {over}, tolerance {TOLERANCE[case['dtype']]}"

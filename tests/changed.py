@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def changed() -> list[str]:
-    """List the files that are new or differ from where this branch left the main one."""
+    """List files that are new or differ from the commit at which this branch left main."""
     base = "HEAD"
     for branch in ("origin/main", "main"):
         try:

@@ -1,6 +1,4 @@
-"""Holds numbers against those of others, each to a part of its own scale, and prints the largest
-difference.
-"""
+"""Compare arrays within a tolerance of each array's scale, and print the largest difference."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ import numpy as np
 def hold(
     what: str, got: Mapping[str, Any], want: Mapping[str, Any], part: float, least: float = 0.0
 ) -> None:
-    """Hold every array against the one of its name; `pytest -s` shows the line.
+    """Compare arrays by name; `pytest -s` shows the printed line.
 
     Args:
-        what: they are, for the line and the error.
+        what: the comparison's name, for the line and the error.
         got: ours.
         want: theirs.
-        part: of the largest of theirs that a number may be off.
-        least: a scale, for arrays that are zero but for rounding.
+        part: tolerance, relative to the largest entry of `want`.
+        least: a smallest scale, for arrays that are zero except for rounding.
     """
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     off = {name: distance(got[name], want[name], least) for name in want}
@@ -32,9 +30,7 @@ def hold(
 
 
 def distance(got: Any, want: Any, least: float = 0.0) -> float:
-    """Return the largest difference over the largest of `want`; not finite where a number is
-    not.
-    """
+    """Return the largest difference over the largest of `want`; infinite or NaN if a number is."""
     assert got.shape == want.shape, (got.shape, want.shape)
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.abs(got - want).max() / max(np.abs(want).max(), least))

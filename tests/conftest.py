@@ -34,7 +34,7 @@ gc.set_threshold(100_000, 20, 100)
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what the imports made: it stays to the end."""
+    """Freeze imported objects, so that the garbage collector does not visit them again."""
     gc.collect()
     gc.freeze()
 
@@ -56,7 +56,7 @@ _FIRST = ("test_two_processes_learn_what_one_learns", "test_every_resume_is_exac
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest tests."""
+    """Run the longest tests first."""
     items.sort(key=lambda item: item.name not in _FIRST)
 
 
@@ -69,7 +69,7 @@ _MATRICES = {
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Say how many cases of each matrix ran."""
+    """Print how many cases of each matrix ran."""
     passed = terminalreporter.stats.get("passed", [])
     for file, what in _MATRICES.items():
         count = sum(

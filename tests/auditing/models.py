@@ -1,4 +1,4 @@
-"""Models to audit: a stack of layers, run in several ways, and the same with planted faults."""
+"""Models to audit: a stack of layers, run in several ways, and one with planted faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """Layers stacked by `nnx.vmap`; `runs` says how they run."""
+    """Layers stacked by `nnx.vmap`; `runs` chooses how to run them."""
 
     def __init__(self, runs: str = "nnx.scan", config: Any = None) -> None:
         stack = nnx.split_rngs(splits=LAYERS)(nnx.vmap(lambda rngs: Block(rngs, config)))
@@ -70,7 +70,7 @@ def angles() -> ma.Rotary:
 def faulty() -> Stack:
     """Plant an offset of K in layer 1, head 3; a dominant head 1 in layer 2; huge keys in layer 3.
 
-    The offset, of 10 sigma, is in a pair of the half style that turns slowly: (2, 10).
+    The offset, of 10 sigma, is in channels (2, 10), a pair of the half style with a low frequency.
     """
     model = Stack()
     of: Any = model.blocks.attn
@@ -82,7 +82,7 @@ def faulty() -> Stack:
 
 
 def with_bad_value(bad: float) -> Stack:
-    """Put a value into the bias of V: of layer 2, head 1."""
+    """Put a value into the bias of V in layer 2, head 1."""
     model = Stack()
     bias: Any = model.blocks.attn.to_v.bias
     bias.set_value(bias.get_value().at[2, DIM + 3].set(bad))
@@ -90,7 +90,7 @@ def with_bad_value(bad: float) -> Stack:
 
 
 class Rough(DotProduct):
-    """A kernel that is wrong by a quarter."""
+    """A kernel whose result is wrong by a quarter."""
 
     name: ClassVar[str] = "rough"
 

@@ -1,4 +1,4 @@
-"""`ma.audit` finds calls wherever they are, names what is unsafe, and leaves nothing behind."""
+"""`ma.audit` finds every attention call, names unsafe layers, and leaves the model unchanged."""
 
 from __future__ import annotations
 

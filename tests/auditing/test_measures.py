@@ -1,4 +1,4 @@
-"""Each measure of a call equals numpy's in float64; the bound's share is that of a run."""
+"""Each measure of a call equals numpy's in float64; the share of the bound equals a run's."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_int8_loses_what_numpy_s_int8_loses():
 
 
 def test_the_share_outside_of_the_bound_is_that_of_a_run(monkeypatch):
-    """`tpu_flash` decides by blocks of queries: what it decides in a run is listened to."""
+    """`tpu_flash` decides by blocks of queries; the test records its decisions in a run."""
     decided = []
 
     def listened(*operands):

@@ -116,7 +116,7 @@ WORDS = ["wan", "stream", "--window", "6", "--denoising-steps", "2"]
 
 
 def here() -> AbsentTpu:
-    """Let this CPU stand for the absent TPU."""
+    """Replace the absent TPU by this CPU."""
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return AbsentTpu(ma.Target.named("cpu"), place)
 

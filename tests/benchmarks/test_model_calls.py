@@ -1,4 +1,4 @@
-"""The forty model calls: each can be made, and two checkouts are compared by them."""
+"""The forty model calls: each can be made, and a run compares two checkouts."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ CROSS_LENGTHS = (1, 77, 226, 257, 300, 333, 600, 1000, 1300)
 
 
 def uniform(size: int, fused: bool = False) -> FlashBlockSizes:
-    """Ask for one size everywhere, as presets do."""
+    """Request one size everywhere, as presets do."""
     return FlashBlockSizes(**dict.fromkeys(KEYS, size), use_fused_bwd_kernel=fused)
 
 
 def call(
     q_len: int = 75600, kv_len: int | None = None, head_dim: int = 128, dtype: str = "bfloat16"
 ) -> Call:
-    """Describe self-attention, or cross-attention where a key length is given."""
+    """Describe self-attention, or cross-attention if a key length is given."""
     role: Role = "self" if kv_len is None else "cross"
     return Call(1, q_len, kv_len or q_len, 4, 4, head_dim, dtype, role=role)

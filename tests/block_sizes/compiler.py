@@ -1,4 +1,4 @@
-"""The TPU's compiler in a child process: niced, its processor time limited, its answers kept."""
+"""The TPU compiler in a niced child process with a limit on processor time; results are stored."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ TOPOLOGIES = {
 
 
 class Compiler:
-    """Compile cases in a child process, one after the other.
+    """Compile cases in a child process, one after another.
 
     Args:
         python: of an environment with jax[tpu]; default MAXATTN_TPU_PYTHON, else this one.
-        store: JSON lines of what was compiled; a case that the compiler has seen is answered from
-            it.
+        store: JSON lines of results; a case in it is not compiled again.
         flags: LIBTPU_INIT_ARGS of the child.
     """
 
@@ -47,9 +46,9 @@ class Compiler:
         self.stop()
 
     def compile(self, case: dict[str, Any]) -> dict[str, Any]:
-        """Compile one case of `tpu_child.lower`: {ok, seconds, message, hbm, key}.
+        """Compile one case of `tpu_child.lower`; return {ok, seconds, message, hbm, key}.
 
-        At `SECONDS` of processor time the child ends; the next case starts another.
+        After `SECONDS` of processor time the child ends; the next case starts another.
         """
         child = self.child or self._start()
         assert child.stdin and child.stdout

@@ -1,4 +1,4 @@
-"""The compile matrix: every chip, kernel and model at full length, where a config sets no size."""
+"""The compile matrix: every chip, kernel and model at full length, for configs without sizes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHAPES = {
 
 
 def cases(only: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, case) of every chip, kernel, shape and pass; `only` filters names."""
+    """Yield (name, case) for every chip, kernel, shape and pass; `only` filters names."""
     for kind, topology in TOPOLOGIES.items():
         for kernel, (name, settings) in KERNELS.items():
             for title, shape in SHAPES.items():
@@ -62,7 +62,7 @@ def cases(only: Any = None) -> Iterator[tuple[str, dict[str, Any]]]:
 def cross_cases(
     kind: str, kernel: str, lengths: tuple[int, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, case) of both passes with 4,096 queries and texts of many lengths."""
+    """Yield (name, case) for both passes with 4,096 queries and texts of many lengths."""
     name, settings = KERNELS[kernel]
     for length, training in product(lengths, (False, True)):
         shape = Shape(4096, length, 10, 64, "padding")
@@ -82,9 +82,9 @@ def _case(
 
 
 def judge(compiler: Compiler, case: dict[str, Any]) -> dict[str, Any]:
-    """Compile a case on one chip; where it does not fit one chip's HBM, in a ring of four.
+    """Compile a case on one chip; if it does not fit into HBM, compile it in a ring of four.
 
-    Where that does not fit either, it has the longer block of keys that `maxattn check` advises.
+    If that does not fit either, use the longer block of keys that `maxattn check` suggests.
     """
     result = compiler.compile(case)
     if result["ok"] or not out_of_hbm(result["message"]):
@@ -100,5 +100,5 @@ def judge(compiler: Compiler, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def out_of_hbm(message: str) -> bool:
-    """Whether the compiler stopped for the chip's memory, and not for a kernel's."""
+    """Check whether the compiler failed for lack of HBM, and not of a kernel's memory."""
     return "memory space hbm" in message or "out of memory on HBM" in message

@@ -1,7 +1,7 @@
-"""Block sizes that MaxDiffusion publishes, and what maxattn's rules make of them.
+"""Block sizes that MaxDiffusion publishes, and maxattn's adjustments of them.
 
 Source: its configs and README at commit 7cfb8801 (2026-08-21). Facts only: names, sizes, files.
-docs/measured/tpu-published-tiles-2026-11-21.txt has what the TPU's compiler says of each with the
+docs/measured/tpu-published-tiles-2026-11-21.txt has the TPU compiler's verdicts on them with the
 libraries' own kernels.
 """
 
@@ -27,7 +27,7 @@ class Preset(NamedTuple):
         where: the file that has it.
         kernel: "flash" or "tokamax_flash".
         chips: the chips that it is for; both if the file names none.
-        sizes: q, kv, kv_compute; q_dkv, kv_dkv, kv_dkv_compute; q_dq, kv_dq (none where fused).
+        sizes: q, kv, kv_compute; q_dkv, kv_dkv, kv_dkv_compute; q_dq, kv_dq (none if fused).
         fused: whether dQ, dK and dV come from one kernel.
     """
 
@@ -68,7 +68,7 @@ PRESETS = {
 
 
 def request_of(name: str, kind: str, training: bool = True) -> Request:
-    """Ask maxattn for a preset on a shard, with segment ids and a computed mask."""
+    """Request a preset for a shard, with segment ids and a computed mask."""
     preset = PRESETS[name]
     sizes = dict(zip(KEYS, preset.sizes, strict=False))
     asked = FlashBlockSizes(**sizes, use_fused_bwd_kernel=preset.fused)
@@ -78,6 +78,6 @@ def request_of(name: str, kind: str, training: bool = True) -> Request:
 
 
 def changes_of(name: str, kind: str, training: bool) -> str:
-    """Write maxattn's changes of a preset, at the compiler's own limit of VMEM."""
+    """Format maxattn's changes of a preset, at the compiler's own limit of VMEM."""
     _, changes = request_of(name, kind, training).adjusted()
     return ", ".join(str(change) for change in changes) or "none"

@@ -1,4 +1,4 @@
-"""Random requests for the compiler: any sizes, lengths, head dims, kernels and chips, by a seed."""
+"""Random requests for the compiler: any sizes, lengths, head dims, kernels and chips, by seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRESETS = (128, 256, 512, 512, 1000, 1024, 1024, 1536, 2048, 2048, 3024, 4096)
 
 @dataclass(frozen=True)
 class Request:
-    """Hold one request, and what the program beside it is: the mask, for the compiler."""
+    """One request, and the mask that the compiler gets beside it."""
 
     asked: FlashBlockSizes
     call: Call
@@ -33,14 +33,15 @@ class Request:
     mask: str
 
     def adjusted(self) -> tuple[BlockSizes, tuple[Change, ...]]:
-        """Return the sizes that the rules make of it, and the changes."""
+        """Return the sizes after maxattn's rules, and the changes."""
         return adjust(self.asked, self.call, self.kernel, Target.named(self.kind), self.training)
 
     def case(self, sizes: BlockSizes | None = None) -> dict[str, Any]:
-        """Describe the compile of sizes, by default the adjusted ones: of each kind two blocks,
-        the last one ragged, where the call has as many.
+        """Describe a compile of these sizes, by default the adjusted ones.
 
-        tokamax keeps the parts of dQ in float32 from five KV blocks on, as in every long sequence.
+        The call has two blocks of each kind, the last one ragged, if its lengths allow that. From
+        five KV
+        blocks on, as in all long sequences, tokamax stores the parts of dQ in float32.
         """
         sizes = sizes or self.adjusted()[0]
         kv_blocks = 5 if self.kernel == "tokamax_flash" and self.training else 2
@@ -56,7 +57,7 @@ class Request:
 
 
 def requests(seed: str, count: int) -> Iterator[Request]:
-    """Draw requests; flash fused, flash separate and tokamax_flash take turns, and the chips."""
+    """Draw requests; chips, flash fused, flash separate and tokamax_flash take turns."""
     draw = random.Random(seed)
     for i in range(count):
         kind = tuple(TOPOLOGIES)[(i // 3) % len(TOPOLOGIES)]
@@ -76,7 +77,7 @@ def _request(draw: random.Random, how: str, kind: str) -> Request:
 
 
 def _sizes(draw: random.Random, how: str) -> FlashBlockSizes:
-    """Ask for one size everywhere, for the sizes of a preset, or for anything."""
+    """Draw one size for all, the sizes of a preset, or any sizes."""
     fused = {"fused": True, "separate": False, "tokamax": draw.choice((None, True, False))}[how]
     style = draw.random()
     if style < 0.2:

@@ -1,4 +1,4 @@
-"""Costs of steps that are small enough to add up by hand, and plans that are made by them."""
+"""Step costs that are small enough to add up by hand, and plans that use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOCK = 1.75e9
 
 
 def cost(bundles: int, waits: int = 0, busy: int = 0, step_bytes: int = 0) -> StepCost:
-    """A step without a body of its own: the same with a mask and without."""
+    """Return the cost of a step that is equal with and without a mask."""
     body = 0.0, float(waits), float(busy)
     return StepCost(bundles, 0, body, body, 1, step_bytes, 0, 0)
 
@@ -26,7 +26,7 @@ def cost(bundles: int, waits: int = 0, busy: int = 0, step_bytes: int = 0) -> St
 def costs(
     small: int, large: int, waits: int = 0, fused: bool = False, interval: bool = False
 ) -> Costs:
-    """Bundles of a step with tiles of 512 and of 1,024, the same for every kernel of a pass.
+    """Return costs of steps with tiles of 512 and of 1,024, the same for every kernel of a pass.
 
     Args:
         small, large: bundles.
@@ -47,7 +47,7 @@ def costs(
 
 
 def own_costs(bundles: int, online: int, side: int = 2048, interval: bool = False) -> Costs:
-    """Costs of `tpu_flash` with tiles of one size; `online` bundles are the other softmax's."""
+    """Return costs of `tpu_flash` with tiles of one size; `online` has the other softmax's bundles."""
     found = {"fwd": bundles, "online": online, "fused": 2 * bundles}
     tile = side, side, 512
     every = ((kind, masked) for kind in found for masked in list(Evaluates)[: 2 + interval])
@@ -56,7 +56,7 @@ def own_costs(bundles: int, online: int, side: int = 2048, interval: bool = Fals
 
 @contextmanager
 def shipping(monkeypatch: pytest.MonkeyPatch, **kernels: Costs) -> Iterator[None]:
-    """Let the table that ships be these costs, of "TPU v6e" at head dim 128."""
+    """Replace the shipped table by these costs, for "TPU v6e" at head dim 128."""
     groups = {group_name(KIND, name, HEAD_DIM, "bfloat16"): c for name, c in kernels.items()}
     monkeypatch.setattr(table, "shipped", lambda: ShippedCosts("0.0.99", groups))
     monkeypatch.setattr(

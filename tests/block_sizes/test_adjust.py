@@ -1,4 +1,4 @@
-"""Requests that are known: the documented examples, presets, and every log line."""
+"""Known requests: the documented examples, presets, and every log line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_cross_attention_clips_to_the_text_rounded_up_to_128(length, kernel):
 
 @pytest.mark.parametrize("kind", ["TPU v6e", "TPU v7x"])
 def test_4096_queries_by_1024_keys_take_too_much_vmem(kind):
-    """libtpu 0.0.50.1 needs 32.2 MiB of 32 for it where the operands lie in HBM."""
+    """libtpu 0.0.50.1 needs 32.2 MiB of 32 if the operands are in HBM."""
     asked = FlashBlockSizes(block_q=4096, block_kv=1024, block_kv_compute=1024)
     sizes, changes = adjust(asked, call(), "flash", Target.named(kind), training=False)
     assert changes and sizes != BlockSizes(4096, 1024, 1024)
@@ -51,7 +51,7 @@ def test_4096_queries_by_1024_keys_take_too_much_vmem(kind):
 
 
 def test_2048_by_2048_keys_at_once_take_too_much_vmem_in_the_fused_backward():
-    """libtpu 0.0.50.1 needs 34.8 MiB of 32 for it where the operands lie in HBM, ids beside."""
+    """libtpu 0.0.50.1 needs 34.8 MiB of 32, with ids, if the operands are in HBM."""
     side = 2048
     keys = dict.fromkeys((*FORWARD, *DKV), side)
     asked = FlashBlockSizes(**keys, use_fused_bwd_kernel=True)
@@ -183,7 +183,7 @@ def test_what_others_publish_and_the_compiler_takes_is_not_changed():
 
 
 def test_padding_above_a_tenth_is_a_note_in_the_plan():
-    """Shards of 576 tokens, Flux over eight devices, are no multiple of 128."""
+    """Shards of 576 tokens (Flux over eight devices) are not a multiple of 128."""
     asked = {"block_q": 640, "block_kv": 640}
     config = ma.AttentionConfig(attention="ring", attention_kernel="flash", flash_block_sizes=asked)
     plan = ma.plan(ma.Call(1, 4608, 4608, 24, 24, 128, "bfloat16"), config, {"context": 8}, V5P)

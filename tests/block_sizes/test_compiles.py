@@ -1,6 +1,6 @@
-"""The TPU's own compiler: adjusted sizes compile, and what the rules forbid does not.
+"""The TPU's own compiler: adjusted sizes compile, and sizes that the rules forbid do not.
 
-libtpu compiles without a TPU, for a topology it is told of. Skipped where it is not installed;
+libtpu compiles without a TPU, for a given topology. If it is not installed, the tests are skipped;
 MAXATTN_TPU_PYTHON may name the python of another environment that has jax[tpu]. `make
 test-tpu-compile` runs all of it.
 """
@@ -32,7 +32,7 @@ COUNT = 330  # requests; 11 for each chip, kernel and backward
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
-    """One child for the whole file."""
+    """One child process for the whole file."""
     with Compiler() as started:
         yield started
 
@@ -45,7 +45,7 @@ def say(text: str) -> None:
 def of(
     kind: str, training: bool, asked: FlashBlockSizes | None = None, mask: str = "padding"
 ) -> Request:
-    """Ask for long self-attention."""
+    """Request sizes for long self-attention."""
     return Request(asked or FlashBlockSizes(), call(75_600), "flash", kind, training, mask)
 
 
@@ -95,7 +95,7 @@ def test_random_requests_compile_once_adjusted(compiler):
     ],
 )
 def test_what_once_did_not_compile(compiler, asked, what):
-    """Ask again for what v7x refused in float32, when it shared the constants of v6e."""
+    """v7x refused these in float32 with the constants of v6e."""
     keys = dict(zip((*FORWARD, *DKV), 2 * asked, strict=True))
     sizes = FlashBlockSizes(**keys, use_fused_bwd_kernel=True)
     request = Request(sizes, what, "flash", "TPU v7x", True, "both")
@@ -141,7 +141,7 @@ OWN_COUNT, TRAINING = 300, 0.4
 def case(
     kind: str, asked: FlashBlockSizes, call: Call, mask: str, training: bool
 ) -> dict[str, Any]:
-    """Describe the compile of the tiles that a request becomes: two blocks of each, ragged."""
+    """Describe the compile of a request's adjusted tiles: two blocks of each, the last ragged."""
     both, _ = sizes_of(asked, call, Target.named(kind))
     forward = BlockSizes(both.block_q, both.block_kv, both.block_kv_compute)
     sizes = both if training else forward

@@ -1,4 +1,4 @@
-"""Costs of calls by their kernels' steps, the tiles that are ranked first, and plans by them."""
+"""Estimated costs of calls, the tiles that they rank first, and plans that use them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_table_is_read_as_it_is_written():
 
 
 def test_the_table_that_ships():
-    """It is written as the code writes it, and has the tiles that run where nothing is set."""
+    """The file equals what the code writes, and has all tiles that are used by default."""
     found = shipped()
     assert read_table(table_text(*found)) == found
     for name, known in found.groups.items():

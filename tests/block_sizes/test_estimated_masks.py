@@ -1,4 +1,4 @@
-"""Costs of a call under a mask of positions: the steps of each kernel's grid, and plans by them."""
+"""Estimated costs of a call under a mask of positions: steps of each kernel's grid, and plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text made of the rules and the sizes: their table, recommendations, and lines about padding."""
+"""Texts that are generated from rules and sizes: the table, recommendations, lines on padding."""
 
 from __future__ import annotations
 

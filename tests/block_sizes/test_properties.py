@@ -1,4 +1,4 @@
-"""Every request becomes legal, a legal one stays, and nothing raises."""
+"""Adjusting makes every request legal, leaves legal ones unchanged, and never raises."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def obeys_the_rules_as_written_down_here(sizes: BlockSizes, facts: Facts) -> Non
 @tries(150)
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_a_legal_request_is_never_changed(q, kv, q_parts, kv_parts, fused):
-    """Build sizes that divide as they must and are small enough for any chip."""
+    """The sizes divide as required, and are small enough for any chip."""
     whole_q, whole_kv = q * q_parts * 128, kv * kv_parts * 128
     backward_q = whole_q if fused else q * 128
     forward, dkv = (whole_q, whole_kv, kv * 128), (backward_q, whole_kv, kv * 128)

@@ -1,8 +1,8 @@
-"""Compile attention for a TPU that is not there, in a child process: JSON lines in and out.
+"""Compile attention for an absent TPU in a child process: JSON lines in and out.
 
-Needs jax[tpu]; tokamax for its kernel. Usage: tpu_child.py STORE SECONDS, where STORE is a file of
-JSON lines: what is in it is not compiled again. A case that takes more than SECONDS of processor
-time ends the process.
+Needs jax[tpu]; tokamax for its kernel. Usage: tpu_child.py STORE SECONDS. STORE is a file of JSON
+lines with results: a case in it is not compiled again. A case that takes more than SECONDS of
+processor time ends the process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ VERSIONS["flags"] = os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
 def main(store: Path, seconds: int) -> None:
-    """Answer every case that arrives, and keep what was compiled."""
+    """Answer every case from standard input, and store new results."""
     known = {}
     for kept in (MEASURED, store):
         for line in kept.read_text().splitlines() if kept.exists() else ():
@@ -73,7 +73,7 @@ def main(store: Path, seconds: int) -> None:
 
 
 def answer(case: dict, known: dict[str, dict], store: Path) -> dict:
-    """Lower one case, and compile what the compiler has not yet seen."""
+    """Lower one case, and compile it unless its result is stored."""
     try:
         lowered = lower(case)
     except Exception as e:  # the kernels refuse some sizes before the compiler sees them
@@ -89,13 +89,13 @@ def answer(case: dict, known: dict[str, dict], store: Path) -> dict:
 
 
 def message_of(e: Exception) -> str:
-    """Keep the beginning and the end of a message."""
+    """Cut a message to its beginning and its end."""
     text = f"{type(e).__name__}: {e}"
     return text if len(text) <= 2 * TAIL else f"{text[:TAIL]} ... {text[-TAIL:]}"
 
 
 def compile_lowered(lowered: jax.stages.Lowered) -> dict:
-    """Compile, and return ok, seconds, message, and bytes of HBM a chip."""
+    """Compile, and return ok, seconds, message, and bytes of HBM per chip."""
     started = time.time()
     try:
         memory = lowered.compile().memory_analysis()
@@ -107,7 +107,7 @@ def compile_lowered(lowered: jax.stages.Lowered) -> dict:
 
 
 def lower(case: dict) -> jax.stages.Lowered:
-    """Lower a case through maxattn's own plan and kernels: what users run."""
+    """Lower a case through maxattn's own plan and kernels, as users do."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=case["topology"]).devices
     sizes = case.get("mesh") or {"data": 1}
     count = int(np.prod(list(sizes.values())))
@@ -132,9 +132,8 @@ def problem(
 
     Args:
         case: kind, kernel, batch, q_len, kv_len, heads, head_dim, dtype, role, mask, training; and
-            sizes (as `BlockSizes.given()`: run exactly these), or config (overrides: what a plan
-            makes of them).
-        spec: makes an operand of a shape, dtype and axes.
+            sizes (as `BlockSizes.given()`, used unchanged), or config (overrides for a plan).
+        spec: makes an operand from shape, dtype and axes.
         mesh: the mesh of the case.
     """
     b, t, s, n, h = (case[key] for key in ("batch", "q_len", "kv_len", "heads", "head_dim"))
@@ -157,7 +156,7 @@ def problem(
 
 
 def decide(case: dict, b: int, t: int, s: int, n: int, h: int) -> Plan:
-    """Plan the call for a TPU, and put in the sizes of the case where it brings its own."""
+    """Plan the call for a TPU, with the sizes of the case if it has any."""
     lengths = jax.ShapeDtypeStruct((b,), "int32")
     mask = mask_of(case["mask"], lengths).bind(t, s, b, n).form()
     call = Call(b, t, s, n, n, h, case["dtype"], mask, role=case["role"])
@@ -174,7 +173,7 @@ def decide(case: dict, b: int, t: int, s: int, n: int, h: int) -> Plan:
 
 
 def mask_of(name: str, lengths: Any) -> masks.Mask:
-    """Return a mask by name: for the kernel it is segment ids, positions, both, or neither."""
+    """Return a mask by name; in the kernel it uses segment ids, positions, both, or neither."""
     ids, window = masks.KeyPadding(lengths), masks.LocalWindow(700, 300, offset=0)
     return {
         "full": masks.Full(),

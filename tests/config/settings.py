@@ -1,4 +1,4 @@
-"""A program's settings around attention, as a training program would declare them."""
+"""A training program's settings, with attention's among them."""
 
 from __future__ import annotations
 

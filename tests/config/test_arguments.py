@@ -1,4 +1,4 @@
-"""Arguments of flax, jax, torch and diffusers are answered with maxattn's, all at once."""
+"""Arguments of flax, jax, torch and diffusers raise one error that names maxattn's."""
 
 from __future__ import annotations
 

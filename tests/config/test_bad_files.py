@@ -56,7 +56,7 @@ def in_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(name: str, load: Callable[[], object]) -> None:
-    """Fail unless the error is the golden one, letter for letter."""
+    """Fail unless the error equals the golden one."""
     with pytest.raises(ConfigErrors) as caught:
         load()
     for problem in caught.value.problems:

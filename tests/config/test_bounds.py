@@ -1,4 +1,4 @@
-"""Whatever the size of what a file or an override says, it is read or refused in bounded time."""
+"""Files and overrides of any size are read or refused in bounded time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.within import within
 
 
 def doubled(levels: int, each: int, entry: str = "[{}]", first: str = "[x]") -> str:
-    """Write aliases of aliases: each level names the one before several times."""
+    """Write nested aliases: each level has the level before several times."""
     lines = [f"  a0: &a0 {first}"]
     for level in range(1, levels):
         names = ", ".join([f"*a{level - 1}"] * each)

@@ -150,7 +150,7 @@ def test_a_config_is_hashable_to_a_type_checker_and_hashed_once():
 
 
 def test_a_pickled_config_is_hashed_anew_where_it_arrives():
-    """The hash of a text is another one in another process."""
+    """The hash of a string differs between processes."""
     config = AttentionConfig(attention="ring", ici_context_parallelism=2)
     copied = pickle.loads(pickle.dumps(config)) if hash(config) else config
     assert copied.__dict__.keys() == AttentionConfig.model_fields.keys()

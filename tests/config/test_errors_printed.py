@@ -1,4 +1,4 @@
-"""No message has a character that a terminal cannot print, or obeys."""
+"""Messages have no character that a terminal cannot print, and no control characters."""
 
 from __future__ import annotations
 

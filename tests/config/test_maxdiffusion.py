@@ -1,6 +1,4 @@
-"""MaxDiffusion files: every kernel name, keys taken, keys left out and told, mistakes with file and
-line.
-"""
+"""MaxDiffusion files: kernel names, imported and skipped keys, and mistakes with file and line."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ def test_convert_prints_what_reads_back(capsys, tmp_path, name):
 
 
 def test_a_file_read_as_ours_is_recognised_first(capsys):
-    """Once, in place of one problem for each of its keys; what is wrong beside them is said too."""
+    """There is one error for the file instead of one for each key; other mistakes are added."""
     for name in ("video", "image", "sizes"):
         with pytest.raises(ConfigErrors) as caught:
             AttentionConfig.from_yaml(f"{name}.yml", ["atention=flash"])

@@ -1,4 +1,4 @@
-"""Numbers of files and command lines: type, sign and size."""
+"""Numbers in files and command lines: type, sign and size."""
 
 from __future__ import annotations
 

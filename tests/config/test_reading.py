@@ -1,4 +1,4 @@
-"""YAML files and overrides that are right: what is read, and from where."""
+"""Valid YAML files and overrides: the values read, and their origins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a target may be written, for the command line and `Target.named` alike."""
+"""Spellings of a target, for the command line and `Target.named` alike."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_spelling_of_a_kind() -> None:
 
 
 def test_no_spelling_names_two_kinds() -> None:
-    """A later row must not take a name from an earlier one."""
+    """No row of the table may have a name that an earlier row has."""
     assert all(_spellings()[name] == kind for kind in DEVICES for name in [_bare(kind)])
     ends = [_bare(end) for kind in DEVICES for end in _ends(kind)]
     assert len(set(ends)) == len(ends)

@@ -1,4 +1,4 @@
-"""Which kernels keep dQ in one sum over the blocks of a ring; no strategy knows one by name."""
+"""Which kernels sum dQ over the blocks of a ring in place; no strategy names such a kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`context_parallel: auto`: its arithmetic against measured times, and what it decides."""
+"""`context_parallel: auto`: its estimates against measured times, and its choices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chosen(tokens: int, heads: int, context: int, target: str, **how: Any) -> ma
 
 
 def sums(tokens: int) -> dict[str, Timeline]:
-    """Return the predicted steps of 40 heads on four H200s."""
+    """Return the estimated steps of 40 heads on four H200s."""
     shape, target, one = (("context", 4),), ma.Target.named("NVIDIA H200"), call(tokens, 40)
     built = {name: kind.build(shape, CONFIG, one, target) for name, kind in CANDIDATES.items()}
     return {name: cost_of(strategy, one, target) for name, strategy in built.items()}
@@ -47,8 +47,12 @@ def test_the_sums_are_near_what_h200s_took(tokens: int, name: str, ms: float) ->
 
 
 def test_the_memory_is_near_what_the_compiler_counted_for_four_h200s() -> None:
-    """Peaks of docs/measured/h200x4-context-2026-11-21.json in MB, less the operands, results and
-    their gradients; the ring's is XLA's count (jax 0.11.2, compiled for four without a GPU)."""
+    """Compare with docs/measured/h200x4-context-2026-11-21.json.
+
+    Peaks in MB, without operands, results and their gradients; the ring's is XLA's count (jax
+    0.11.2,
+    compiled for four GPUs without a GPU).
+    """
     held = {name: cost.held / 1e6 for name, cost in sums(32760).items()}
     ours = 8 * 32760 / 4 * 40 * 128 * 2 / 1e6
     assert held["all_gather"] == pytest.approx(2684.7 - ours, rel=0.01)

@@ -1,4 +1,4 @@
-"""The schedule of a ring among GPUs, on eight CPU devices: its numbers and its transfers."""
+"""A ring's schedule on GPUs, run on eight CPU devices: its numbers and its transfers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def legal(case: dict) -> bool:
 
 
 def planned(case: dict, x: dict) -> tuple[ma.Plan, jax.sharding.Mesh]:
-    """Plan as for a CPU, with the schedule of GPUs."""
+    """Plan for a CPU, but with the schedule for GPUs."""
     sizes = {"ici_context_parallelism": case["size"], "ici_data_parallelism": 1}
     if case["strategy"] == "ulysses_ring":
         sizes["ulysses_shards"] = 2
@@ -112,7 +112,7 @@ def test_every_transfer_has_a_kernel_of_its_own_beside_it(ring_size: int, length
 
 @pytest.mark.parametrize("ring_size", [2, 8])
 def test_what_travels_is_used_only_after_the_kernel_beside_it(ring_size: int) -> None:
-    """A permute's result goes into a barrier with a kernel's results, and nowhere else."""
+    """A permute's result goes only into a barrier together with a kernel's results."""
     case = {name: values[0] for name, values in AXES.items()} | {"size": ring_size}
     x = arrays(case)
     plan, mesh = planned(case, x)

@@ -1,5 +1,6 @@
-"""Every kernel inside every context strategy: float32 against float64, bfloat16 against the kernel
-on one device. `make test` runs a few cases with the Pallas kernels, in interpret mode.
+"""Every kernel with every strategy: float32 against float64, bfloat16 against one device.
+
+`make test` runs a few cases with the Pallas kernels, in interpret mode.
 """
 
 from __future__ import annotations

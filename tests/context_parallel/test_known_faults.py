@@ -1,5 +1,7 @@
-"""Faults that other libraries had on a mesh (reference/maxdiffusion.md): padded keys that are
-attended to, and masks that are not causal. test_wan_on_meshes.py has attention within a shard.
+"""Faults that other libraries had on meshes (reference/maxdiffusion.md).
+
+These are padded keys that get attention, and causal masks that are not causal.
+test_wan_on_meshes.py tests that attention is within a shard.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def qkv(heads: int) -> tuple[jax.Array, ...]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_padded_keys_are_not_attended_to(strategy: str) -> None:
-    """A padded key has score 0, which wins over real ones whose scores are strongly negative."""
+    """A padded key has score 0, which is the largest if the real scores are strongly negative."""
     c = config(4, attention="dot_product", context_parallel=strategy)
     q, k, v = qkv(heads=4)
     # Queries and keys that point away from each other: every score is about -1000.
@@ -62,7 +64,7 @@ CAUSAL: list[dict[str, Any]] = [
     "settings", but(CAUSAL, CAUSAL[1::2]), ids=lambda x: "-".join(map(str, x.values()))
 )
 def test_a_causal_ring_is_causal(settings: dict[str, Any]) -> None:
-    """A change of the last key and value reaches the last query alone."""
+    """A change of the last key and value must change only the last query's result."""
     if "tokamax" in settings["attention"]:
         pytest.importorskip("tokamax")
     named = {} if settings["attention"] == "tokamax_ring" else {"context_parallel": "ring"}

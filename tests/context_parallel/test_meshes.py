@@ -123,7 +123,7 @@ def test_what_does_not_fit_a_mesh_is_refused(
 
 
 def test_heads_over_context_as_attention_sharding_uniform_false_asks() -> None:
-    """Ulysses runs, unless a strategy is named; heads that do not divide are refused."""
+    """Ulysses is chosen, unless a strategy is named; heads that do not divide are refused."""
     config, mesh = over(8, attention_sharding_uniform=False)
     q, k, v = qkv(heads=8)
     out = ma.attention(q, k, v, config=config, mesh=mesh)
@@ -164,9 +164,7 @@ def test_replicated_keys_of_cross_attention_are_summed_once() -> None:
 
 
 def test_a_length_that_does_not_divide_is_not_gathered_around_attention() -> None:
-    """A module's training step at 61 tokens over 4 devices has the ring's sends and one sum of the
-    gradients.
-    """
+    """The program of 61 tokens over 4 devices has only the ring's sends and a sum of gradients."""
     config, mesh = over(4, attention="ring")
     sizes = {"query_dim": 16, "heads": 2, "dim_head": 8}
     module = ma.FlaxAttention(config=config, mesh=mesh, rngs=nnx.Rngs(0), **sizes)

@@ -1,4 +1,4 @@
-"""The ring: how often it sends, what it skips, and that it gathers nothing."""
+"""The ring: the number of sends, the hops it skips, and that it gathers nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def qkv(length: int = 64, heads: int = 2) -> tuple[jax.Array, ...]:
 
 
 def sends(mask: M.Mask | None, length: int = 64, config: Any = CONFIG) -> tuple[int, int]:
-    """Count ppermutes of the forward, and of forward and backward together."""
+    """Count the ppermutes of the forward, and of forward and backward together."""
     mesh, x = config.make_mesh(), qkv(length)
 
     def run(*x):
@@ -51,8 +51,9 @@ def sends(mask: M.Mask | None, length: int = 64, config: Any = CONFIG) -> tuple[
 
 
 def test_hops() -> None:
-    """Of a full ring, K and V each: n-1 forward; n-1 backward, and n for their gradients. A window
-    of two shards needs this device's keys and those of the previous one.
+    """A full ring sends K and V n-1 times in each pass, and their gradients n times.
+
+    Under a window of two shards a device needs its own keys and those of the previous one.
     """
     assert sends(None) == (2 * (N - 1), 2 * (N - 1) + 2 * (N - 1) + 2 * N)
     assert sends(M.BlockSlidingWindow(8, 2)) == (2, 2 + 2 + 4)
@@ -87,7 +88,7 @@ def test_the_plan_names_every_send(mask: M.Mask | None, length: int, direction: 
 def test_own_keys_are_computed_before_the_others_and_after_them(
     heads: int, mask: M.Mask | None, last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By halves of the heads, the second beside the last transfer; whole if nothing is sent."""
+    """Half of the heads runs beside the last transfer; the heads are whole if nothing is sent."""
     order, backward = [], head_halves.backward
 
     def noted(kernel, part, *x):
@@ -134,7 +135,7 @@ def test_it_gathers_nothing_and_makes_no_square() -> None:
 
 
 def test_a_whole_shard_masked_and_rows_with_nothing() -> None:
-    """Keys 8 to 15 are all of one device's; row 1 has no key at all."""
+    """Keys 8 to 15 are one device's whole shard; batch row 1 has no key at all."""
     config = CONFIG.replace(ici_context_parallelism=4)
     mesh, x = config.make_mesh(jax.devices()[:4]), qkv(32)
     q, k, v = (jnp.concatenate([x, x]) for x in x)
@@ -166,7 +167,7 @@ def test_hops_follow_the_mask() -> None:
 
 
 def test_a_kernel_is_traced_once_a_hop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once more for the shapes of all hops on which some ranks are idle."""
+    """It is traced once more for the shapes of hops in which some ranks are idle."""
     traced: list[Any] = []
     forward = DotProduct.forward
     monkeypatch.setattr(DotProduct, "forward", lambda *x: traced.append(x) or forward(*x))

@@ -1,6 +1,4 @@
-"""A ring whose halves of the heads go round in opposite directions: its numbers against float64,
-when it is chosen, and what refuses it.
-"""
+"""Rings that send halves of the heads in opposite directions: float64, choices, and refusals."""
 
 from __future__ import annotations
 
@@ -113,7 +111,7 @@ def test_which_is_chosen(name: str) -> None:
 
 
 def test_exposed_seconds_by_hand() -> None:
-    """Keys take 3 s and gradients 6, beside kernels of 2 s and 4; the last gradients beside 2."""
+    """Sending keys takes 3 s, gradients 6; the kernels beside them 2 s and 4, at the end 2."""
     forward = HopSteps(np.array([2.0, 2.0, 2.0]), np.array([3.0, 3.0, 0.0]))
     backward = HopSteps(np.array([2.0, 4.0, 4.0, 2.0]), np.array([3.0, 3.0 + 6.0, 6.0, 6.0]))
     line = Timeline(forward, backward, mean=18.0, starts=1.0, permutes=0.5)

@@ -1,4 +1,4 @@
-"""Programs for TPUs that are not there: kernels lower on a mesh, and hops run beside kernels."""
+"""Programs for absent TPUs: kernels lower on a mesh, and hops overlap with kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_tpu_compiler = pytest.mark.skipif(
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
 def test_flash_lowers_for_a_tpu_on_a_mesh_with_axes_of_one_device(strategy: str) -> None:
-    """A TPU's kernel is refused inside a `shard_map` that leaves an axis to the compiler."""
+    """Mosaic kernels are refused in a `shard_map` that leaves an axis Auto."""
     config = ma.AttentionConfig(
         attention="flash", context_parallel=strategy, ici_context_parallelism=4
     )

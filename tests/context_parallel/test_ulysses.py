@@ -1,4 +1,4 @@
-"""Ulysses: what is exchanged, in how many groups, and what is refused."""
+"""Ulysses: the exchanged arrays, the number of groups, and refusals."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def test_the_plan_names_every_transfer(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", but(CASES, ["4 x 2, 2 groups of heads"]))
 def test_masks_with_heads_and_a_full_bias(name: str) -> None:
-    """Each device attends with some heads over some queries: it must take that part of a table and
-    of a bias.
-    """
+    """Each device has some heads and queries, and must slice a table and a bias to match."""
     cfg, batch = CASES[name]
     q, k, v = qkv(batch, length=37, kv_heads=4)
     rng = np.random.default_rng(0)
@@ -117,7 +115,7 @@ def planned(heads: int, shards: int, mesh: dict[str, int]) -> ma.Plan:
 
 
 def test_a_bias_in_64_bit_mode() -> None:
-    """Slices begin at int32 and at Python integers, which are int64 there."""
+    """Slice starts are int32 and Python integers; the latter are int64 in this mode."""
     (cfg, _), x = CASES["2 x 2 beside data"], qkv(2, 12, 4, 4)
     bias = np.random.default_rng(1).normal(size=(1, 4, 12, 12)).astype(np.float32)
     with jax.enable_x64(True):
@@ -139,7 +137,7 @@ def test_groups_that_do_not_divide_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("shards", [2, 3, 6])
 def test_groups_that_a_refusal_names_fit(shards: int) -> None:
-    """Of 12 heads each of two tensor shards has six."""
+    """With 12 heads, each of two tensor shards has six."""
     plan = planned(12, shards, {"context": 12, "tensor": 2})
     assert f"{12 // shards} groups of {shards}" in plan.explain()
 
@@ -147,7 +145,7 @@ def test_groups_that_a_refusal_names_fit(shards: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", but([0, 2, [0, None, 1]], [0]), ids=str)
 def test_vmap_over_groups(axes: Any) -> None:
-    """Two maps, one in the other: each moves its axis to the front of what is exchanged."""
+    """Two nested vmaps: each moves its axis to the front of the exchanged arrays."""
     cfg = config("ulysses_ring", ulysses_shards=2)
     mesh, rng = cfg.make_mesh(), np.random.default_rng(0)
     arrays = [jnp.asarray(rng.normal(size=(2, 16, 4, 8)), jnp.float32) for _ in range(3)]
@@ -173,7 +171,7 @@ def test_vmap_over_groups(axes: Any) -> None:
 
 
 def test_vmap_of_a_gradient_where_the_mask_hides_every_key() -> None:
-    """The result on a mesh depends on no operand, and its tangent does."""
+    """On a mesh the result does not depend on the operands, but its tangent does."""
     config = ma.AttentionConfig(attention="dot_product", ici_context_parallelism=2)
     mesh = config.make_mesh(jax.devices()[:2])
     x = jnp.ones((3, 1, 2, 4, 8))

@@ -1,6 +1,4 @@
-"""The demo's whole model on meshes: loss and gradients as on one device, and every transfer has a
-name.
-"""
+"""The demo's model on meshes: loss and gradients equal one device's; each transfer is explained."""
 
 from __future__ import annotations
 
@@ -162,7 +160,7 @@ def plans(config: Settings, mesh: jax.sharding.Mesh) -> list[ma.Plan]:
 
 
 def reason(t: Transfer, axes: set[str], largest: int) -> str | None:
-    """Return what a transfer outside of attention is for, or None."""
+    """Return the purpose of a transfer outside of attention, or None."""
     if t.kind == "psum" and axes == {"tensor"}:
         return ROWS
     if t.kind == "psum" and axes & BATCH_AND_SEQUENCE:

@@ -1,4 +1,4 @@
-"""Zig-zag order: its work is even, its numbers are right, and the plan says why it is taken."""
+"""Zig-zag order: balanced work, correct numbers, and the reason in the plan."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ TPU = ma.Target.named("TPU v5p")
 
 @pytest.fixture
 def free_permutes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let permutes cost nothing on a CPU, so that every uneven mask takes zig-zag, at test
-    lengths too.
-    """
+    """Set the cost of permutes to zero, so that short uneven masks get zig-zag order too."""
     cpu = maxattn_devices.DEVICES["cpu"]
     assert cpu.machine is not None
     free = replace(cpu, machine=cpu.machine._replace(exchange=1e30))
@@ -136,7 +134,7 @@ KERNELS: dict[str, dict[str, Any]] = {
 
 
 def legal(case: dict) -> bool:
-    """Splash takes no bias, and no arrays under ~."""
+    """Splash takes no bias, and no arrays inside ~."""
     return case["kernel"] != "flash" or (case["bias"] == "none" and case["mask"] != "not segments")
 
 

@@ -35,9 +35,9 @@ SHORT = {
 
 @pytest.fixture(scope="package", autouse=True)
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile each longer program once: most tests here train or sample the same small models.
+    """Store each longer compiled program: most tests here train or sample the same small models.
 
-    Tests of other folders share few, and to write one takes a fifth of the time to compile it.
+    Tests of other folders share few programs, and storing one takes a fifth of its compile time.
     """
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -56,16 +56,16 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_writer_of_replicas() -> None:
-    """Let one device write what all of them hold.
+    """Let one device write replicated arrays.
 
-    Orbax lets each write a slice: it compiles a program for every shape, which takes longer here
-    than to train and to write.
+    With its default, Orbax lets each device write a slice, and compiles a program for every shape,
+    which takes longer than these trainings.
     """
     ocp.type_handlers.get_type_handler(jax.Array)._use_replica_parallel = False  # type: ignore[attr-defined]
 
 
 def small_settings(folder: Path) -> Settings:
-    """Describe a model of one narrow block, three steps of training, and a folder to write in."""
+    """Return settings for a model of one narrow block, three training steps, and a folder."""
     training = SHORT | {"output_dir": str(folder)}
     return Settings.model_validate(
         {
@@ -78,7 +78,7 @@ def small_settings(folder: Path) -> Settings:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Settings:
-    """A small model, and a folder of its own."""
+    """A small model's settings with an empty output folder."""
     return small_settings(tmp_path / "run")
 
 

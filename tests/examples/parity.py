@@ -1,4 +1,4 @@
-"""Holds a whole model with diffusers' weights against diffusers' output and gradients."""
+"""Compare a whole model that has diffusers' weights with diffusers' output and gradients."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ def compare(
     theirs: Tensors,
     call: Callable[[Any, jax.Array, dict[str, jax.Array]], jax.Array],
 ) -> None:
-    """Hold output (2e-5 of its scale) and all gradients (1e-4 of each one's) against theirs.
+    """Compare output (2e-5 of its scale) and all gradients (1e-4 of each one's).
 
-    A gradient's scale counts as at least a ten-thousandth of the largest of all: below, float32
-    leaves it too few digits to be compared, on one processor fewer than on another.
+    A gradient's scale is at least a ten-thousandth of the largest gradient's: below that, float32
+    has
+    too few digits to compare, and how few depends on the processor.
 
     Args:
         model: with their weights.
         theirs: a fixture.
-        call: from the model, channels-last latents and the other inputs to a channels-last output.
+        call: calls the model on channels-last latents and the other inputs.
     """
     given = {key: jnp.asarray(value) for key, value in part(theirs, "in.").items()}
     dout = channels_last(theirs["dout"])

@@ -30,7 +30,7 @@ def drawn(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return LoRA weights, and the merged weights in float64.
 
-    `names` are by diffusers' name of the layer; an alpha of None is not written: it is the rank.
+    `names` maps diffusers' layer names; an alpha of None is the rank, and is not written.
     """
     given, want = {}, {}
     for seed, (layer, (name_a, name_b, name_alpha)) in enumerate(names.items()):
@@ -48,7 +48,7 @@ def drawn(
 
 
 def check(model: nnx.Module, before: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """Compare the weights of `want`, and that all others are as before."""
+    """Check that the weights in `want` have these values, and that all others are unchanged."""
     for name, array in weights.to_diffusers(model).items():
         if name in want:
             np.testing.assert_allclose(array, want[name], rtol=2e-6, atol=2e-6, err_msg=name)
@@ -57,7 +57,7 @@ def check(model: nnx.Module, before: Mapping[str, Any], want: Mapping[str, Any])
 
 
 def check_names(model: nnx.Module, originals: Callable[[set[str]], Any]) -> set[str]:
-    """Check that no name is that of two layers; return the layers without a name of their own."""
+    """Check that no name belongs to two layers; return the layers without a name of their own."""
     names = names_of(model)
     own = {entry.removesuffix(".weight").removesuffix(".bias") for entry in names.entries}
     theirs = originals(own)

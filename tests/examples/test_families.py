@@ -1,4 +1,4 @@
-"""The family of a command: named before the file, or the file's own."""
+"""The family of a command: named before the file, or derived from the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of random weights load and save bit for bit; real sizes in bounded host memory."""
+"""Random folders load and save bit for bit, and real sizes load in bounded host memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WHOLE = 2**30  # bytes of a file: all tensors are in one
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every name mean a small model."""
+    """Replace the sizes of every name by small ones."""
     names = ("small", "wan-2.2-t2v-a14b", "wan-2.2-ti2v-5b")
     monkeypatch.setattr(folder, "SIZES", dict.fromkeys(names, Sizes(**made.MODEL)))
     flux = {"flux.1-dev": made.FLUX, "flux.1-schnell": made.SCHNELL}
@@ -120,7 +120,7 @@ COMMAND = [sys.executable, str(ROOT / "examples" / "folder.py")]
 
 @pytest.fixture(scope="module", params=["wan-2.1-t2v-1.3b", "sdxl"])
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Make a model of random weights in a process of its own; it is deleted afterwards."""
+    """Make a model of random weights in another process; it is deleted afterwards."""
     path = tmp_path_factory.mktemp("real")
     subprocess.run([*COMMAND, "make", str(path), "--model", request.param, *SIZE], check=True)
     yield path / ("unet" if request.param == "sdxl" else "transformer")
@@ -146,7 +146,7 @@ def test_wan_1_3b_loads_and_saves_with_one_parameter_more_than_the_model_in_memo
 
 @pytest.mark.slow
 def test_a_real_model_is_diffusers_live(real: Path) -> None:
-    """One forward in float32 from the same files; SDXL encodes the text beforehand."""
+    """One forward in float32 from the same files; for SDXL the text is encoded before."""
     diffusers_or_skip()
     is_unet = real.name == "unet"
     shapes = {"x": (1, 16, 3, 8, 12), "text": (1, 512, 4096)}
@@ -172,7 +172,7 @@ def test_a_real_model_is_diffusers_live(real: Path) -> None:
 
 
 def once(model: nnx.Module, call: Callable[[Any], Any]) -> Any:
-    """Call a model compiled; its parameters are inputs alone, as outputs they would be copied."""
+    """Call a model compiled; its parameters are inputs but not outputs, which would copy them."""
     graph, parameters = nnx.split(model)
     return jax.tree.map(np.asarray, jax.jit(lambda p: call(nnx.merge(graph, p)))(parameters))
 

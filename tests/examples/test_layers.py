@@ -1,4 +1,4 @@
-"""Imports in examples/ point downward only, and take of maxattn what is public."""
+"""Imports in examples/ point downward only, and use only public names of maxattn."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def part_of(path: Path) -> str:
 
 
 def imported(path: Path, source: str) -> Iterator[str]:
-    """Yield the absolute modules that a file imports, wherever in it the import stands."""
+    """Yield the absolute modules that a file imports, at its top or in a function."""
     package = path.relative_to(EXAMPLES).parts[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -57,7 +57,7 @@ def imported(path: Path, source: str) -> Iterator[str]:
 
 
 def wrong(path: Path, source: str) -> list[str]:
-    """List the imports of a file that point to no lower layer, or inside of maxattn."""
+    """List the imports of a file that point to no lower layer, or to private modules of maxattn."""
     found, part = [], part_of(path)
     for module in imported(path, source):
         top, _, rest = module.partition(".")

@@ -1,4 +1,4 @@
-"""Folders of models whose `config.json` is broken, or that are not the model that is asked for."""
+"""Model folders with a broken `config.json`, or with another model than the settings name."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_length_of_blocks_is_a_whole_number(value: Any, tmp_path: Path) -> Non
 
 
 def test_what_files_say_beside_the_sizes_is_known(tmp_path: Path) -> None:
-    """Versions, settings of training, defaults that change nothing, and our own."""
+    """Versions, training settings, defaults without effect, and maxattn's own keys are accepted."""
     said = {"_diffusers_version": "0.33.0", "_name_or_path": "x"}
     for family, more in {
         "wan": {"rope_max_seq_len": 512, "frames_per_block": 3, "pos_embed_seq_len": None},

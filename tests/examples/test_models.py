@@ -1,5 +1,6 @@
-"""Wan, SDXL and Flux.1 at small sizes with diffusers' weights: diffusers' numbers on one device and
-on meshes; real sizes; refused inputs and folders.
+"""Small Wan, SDXL and Flux.1 with diffusers' weights give diffusers' numbers, on meshes too.
+
+Also real sizes, and inputs and folders that are refused.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def call_flux(model: Any, x: jax.Array, given: Given) -> jax.Array:
 
 
 class Case(NamedTuple):
-    """A model's class and sizes, how it is called, and its remat policy."""
+    """A model's class and sizes, its call, and its remat policy."""
 
     model: Callable[..., nnx.Module]
     sizes: Any

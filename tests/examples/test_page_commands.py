@@ -1,5 +1,6 @@
-"""Commands of pages that are not run, since they need hardware, weights or minutes, are commands:
-their options are there, and so are the targets of make. `--help` shows its own family's options.
+"""Commands of pages that tests cannot run have valid options, and make targets exist.
+
+They need hardware, weights or minutes. `--help` shows only the options of its family.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ PARSERS = ("parse_args", "parse_intermixed_args", "parse_known_intermixed_args")
 
 
 class Parsed(Exception):
-    """A command line was read: it goes no further."""
+    """Raised after a command line is parsed, to stop the command."""
 
 
 def unrun() -> Iterator[tuple[str, str]]:
-    """Yield where each command stands that no test runs, and the command."""
+    """Yield the place and the text of each command that no test runs."""
     for page in pages():
         for block in blocks(page):
             if block.language == "sh" and block.mark.startswith("needs"):
@@ -37,7 +38,7 @@ def unrun() -> Iterator[tuple[str, str]]:
 
 
 def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start a command, and stop it behind its command line."""
+    """Start a command, and stop it after its arguments are parsed."""
     program, *rest = words
     if program == "maxattn":
         main(rest)

@@ -1,4 +1,4 @@
-"""A package of the examples that is not installed is said in one error, with the way to get it."""
+"""A missing package of the examples raises one error that tells how to install it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a rollout: the shipped file, what follows from them, and what is refused.
+"""The settings of a rollout: the shipped file, derived values, and refused ones.
 
 Messages: golden/rollout.txt.
 """
@@ -56,7 +56,7 @@ def test_a_wrong_rollout_is_refused_with_file_and_line(name: str, tmp_path: Path
 
 
 def test_times_are_moved_by_the_shift():
-    """1000 shift u / (1 + (shift - 1) u): 750, 500 and 250 of shift 5 by hand."""
+    """1000 shift u / (1 + (shift - 1) u): by hand for 750, 500 and 250 with shift 5."""
     assert RolloutSettings().times == pytest.approx((1000, 937.5, 2500 / 3, 625))
     as_written = RolloutSettings(warp_steps=False).times
     assert as_written == (1000, 750, 500, 250)

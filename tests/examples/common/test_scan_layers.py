@@ -1,5 +1,6 @@
-"""Models with scanned layers and with separate ones: one folder, one LoRA, and when layers are
-scanned, and models split into a structure and arrays; test_models.py compares with diffusers.
+"""Models with scanned and with separate layers: one folder, one LoRA, and which is the default.
+
+Models are also split into a structure and arrays. test_models.py compares with diffusers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command that measures curves: written with what they are of, and taken by the same run."""
+"""The command that measures curves: its file has the facts, and the same run accepts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 9
 
 
 def measured(folder: Path, options: list[str], *words: str) -> dict[str, Any]:
-    """Run the command on a small Wan; return what it wrote."""
+    """Run the command on a small Wan; return the written file."""
     file = folder / "curve.yml"
     given = [str(ROOT / "configs" / CONFIGS["wan"]), "model.sizes=null", *EXACT, *sizes_of("wan")]
     given += ["sampling.timestep_shift=null", "--model", str(folder), *options]

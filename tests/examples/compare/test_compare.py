@@ -1,4 +1,4 @@
-"""The command that compares ways of sampling: its figures are those of the runs themselves."""
+"""The command that compares ways of sampling: its figures equal those of separate runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.examples.sample.pipelines import CONFIGS, EXACT, prepared, run, sizes
 
 
 def measured(folder: Path, name: str, options: list[str], *words: str) -> dict[str, Any]:
-    """Run the command on a pipeline of fixtures; return what it wrote."""
+    """Run the command on a pipeline of fixtures; return the written report."""
     report = folder / "drift.yml"
     given = [str(ROOT / "configs" / CONFIGS[name]), "model.sizes=null", *EXACT, *sizes_of(name)]
     given += ["sampling.timestep_shift=null", "--model", str(folder), *options]
@@ -138,7 +138,7 @@ def test_what_cannot_be_compared_is_refused(
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with random weights of the model of several digits."""
+    """A folder with random weights of the digits model."""
     folder = tmp_path_factory.mktemp("model")
     task = ClipTask.of(settings(folder))
     export(task, task.build(None, nnx.Rngs(0)), folder)
@@ -146,7 +146,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(folder: Path, out: Path, *more: str) -> dict[str, Any]:
-    """Run the command over eight clips, in two batches that fill up the devices."""
+    """Run the command on eight clips, in two padded batches."""
     few = ["sampling.num_inference_steps=4", "model.dtype=float32", "--model", str(folder)]
     told = ["--clips", "8", "--batch", "4", "--floor", "none", "--report", str(out)]
     command.main(["wan", str(CONFIG), *overrides(folder), *few, *told, *more])

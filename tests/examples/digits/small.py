@@ -1,4 +1,4 @@
-"""The shipped settings of several digits, with small sizes."""
+"""The shipped settings of the digits model, with small sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = (
 
 
 def overrides(folder: Path, *more: str) -> list[str]:
-    """Return overrides of the shipped file for a model that trains in a folder."""
+    """Return overrides of the shipped file for training a small model in a folder."""
     return [*SMALL, f"training.output_dir={folder}", *more]
 
 

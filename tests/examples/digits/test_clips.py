@@ -1,4 +1,4 @@
-"""Clips of several digits: they leave and return, they cross, and the prompt says what is seen."""
+"""Clips of several digits: digits leave and return, they cross, and prompts describe them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A student learns what its teacher does in several guided steps."""
+"""A student learns in one step what its teacher does in several guided steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores find failures that are planted in real clips, each by the score that is for it."""
+"""Scores detect faults that are planted in real clips, each fault by its own score."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def real() -> dict[str, np.ndarray]:
 
 
 def other_digits(scene: Scene) -> Scene:
-    """Replace the first digit that is hidden, of every clip, by one that no digit of it is."""
+    """Replace the first hidden digit of every clip by another digit."""
     digits = np.asarray(scene.digit)
     new = np.array([next(d for d in range(10) if d not in row) for row in digits])
     hidden = np.asarray(scene.there & (scene.path != BOUNCING))

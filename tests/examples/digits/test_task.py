@@ -1,4 +1,4 @@
-"""The model of several digits trains, goes on over runs, exports and draws without torch."""
+"""The digits model trains, resumes, exports and samples without torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_file_is_for_clips_if_its_data_has_a_source():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[float]]:
-    """A run of three steps that sees three of five frames."""
+    """A run of three steps on three of five frames."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, *trained(folder, "training.steps=3", "data.frames_seen=3")
 

@@ -1,4 +1,4 @@
-"""One digit that moves for ever: its clips, what forcing needs of them, and what judges videos."""
+"""One digit that moves for ever: its clips, the inputs of forcing, and the judge of videos."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STREAM = Settings.from_yaml(CONFIG, SMALL).rollout.stream(4)
 
 
 def videos(scans: Any, digits: Any, ways: Any, frames: int, starts: Any = 0) -> np.ndarray:
-    """Draw scans that move, ink from 0 to 16."""
+    """Render moving scans, ink from 0 to 16."""
     count = len(scans)
     digits, ways = (jnp.broadcast_to(jnp.asarray(x), count) for x in (digits, ways))
     clip = Clip(digits, ways, digits, digits, jnp.broadcast_to(jnp.asarray(starts), count))
@@ -169,7 +169,7 @@ def judge() -> TorusJudge:
 
 @cache
 def true_videos() -> np.ndarray:
-    """Draw scans that the judge was not fitted on: two for each of the forty prompts."""
+    """Render scans that the judge was not fitted on: two for each of the forty prompts."""
     scans, labels = torus.load("test")
     chosen = np.concatenate([scans[labels == digit][5:7] for digit, _ in ALL.values()])
     digits, ways = (np.repeat(x, 2) for x in zip(*ALL.values(), strict=True))

@@ -1,6 +1,4 @@
-"""Folders in diffusers' format, made of fixtures without diffusers, and the commands that draw from
-them.
-"""
+"""Write folders in diffusers' format from fixtures, without diffusers, and run commands on them."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ def pipeline(path: Path, name: str, which: str) -> Path:
 
 
 def write_model(folder: Path, name: str, case: str) -> None:
-    """Write a model's weights, from a fixture, and its sizes."""
+    """Write a model's weights from a fixture, and its sizes."""
     weights = part(load_file(FIXTURES / f"diffusers_{case}.safetensors"), "weights.")
     folder.mkdir(parents=True)
     save_file(weights, folder / "diffusion_pytorch_model.safetensors")
@@ -80,7 +78,7 @@ def write_model(folder: Path, name: str, case: str) -> None:
 
 
 def told(path: Path, name: str) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Write the embeddings and noise of a fixture; return it, and the options that name them."""
+    """Write the embeddings and noise of a fixture; return it, and options for the files."""
     arrays = load_file(FIXTURES / f"diffusers_run_{name}.safetensors")
     inputs = {key: value for key, value in arrays.items() if not key.startswith("out.")}
     files = {"noise": {"noise": inputs.pop("noise")}, "told": inputs}
@@ -91,25 +89,25 @@ def told(path: Path, name: str) -> tuple[dict[str, np.ndarray], list[str]]:
 
 
 def prepared(path: Path, name: str = "wan") -> tuple[Path, list[str]]:
-    """Write a pipeline and the inputs of a fixture; return its folder, and the options of these."""
+    """Write a pipeline and the inputs of a fixture; return the folder and the options."""
     return pipeline(path, name, next(iter(runs.SCHEDULERS[name]))), told(path, name)[1]
 
 
 def sizes_of(name: str) -> list[str]:
-    """Name the size of a fixture's samples."""
+    """Return the options for the size of a fixture's samples."""
     size = runs.size_of(name).items()
     return [f"{'frames' if key == 'num_frames' else key}={value}" for key, value in size]
 
 
 def draw(name: str, *arguments: object) -> None:
-    """Run a command in this process, as a user would in one of its own."""
+    """Run a command in this process."""
     sizes = [] if name in ("sdxl", "demo") else ["model.sizes=null", "sampling.timestep_shift=null"]
     config = str(ROOT / "configs" / CONFIGS[name])
     generate.main([config, *sizes, *map(str, arguments)])
 
 
 def run(folder: Path, name: str, *arguments: object) -> np.ndarray:
-    """Draw from a folder, and return the latents that were written."""
+    """Sample from a folder, and return the written latents."""
     file = folder / "latents.safetensors"
     settings = (*EXACT, *MORE.get(name, ()), *sizes_of(name))
     draw(name, "--model", folder, *settings, "--latents", file, *arguments)
@@ -121,8 +119,9 @@ def check(got: np.ndarray, want: np.ndarray) -> None:
 
 
 def lora(path: Path, model: Path, part: str = "transformer") -> dict[str, np.ndarray]:
-    """Write LoRA weights for one layer of a Wan model and one of another part; return the model's
-    weights with the former merged, times 0.5.
+    """Write LoRA weights for one layer of a Wan model and for another part.
+
+    Return the model's weights with the former merged, times 0.5.
     """
     numbers, layer = np.random.default_rng(0), "blocks.1.attn1.to_q"
     down, up = (numbers.standard_normal(shape, np.float32) for shape in ((2, 24), (24, 2)))

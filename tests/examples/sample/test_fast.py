@@ -1,4 +1,4 @@
-"""Runs with fewer forwards: settings, presets, curves, and whole runs beside diffusers' hooks."""
+"""Runs with fewer forwards: settings, presets, curves, and whole runs against diffusers' hooks."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_the_fixture_is_what_diffusers_draws(cache: str) -> None:
 
 
 def guided_sample(name: str, noise: Any) -> Any:
-    """Walk as diffusers' modular pipelines do, on the fixture's stand-in of a model."""
+    """Sample as diffusers' modular pipelines do, with the fixture's stand-in for a model."""
     case = made.cases()[name]
     settings = StepSettings.model_validate({"guidance": case.settings or None})
     guided = case.options["guidance_scale"] != 1
@@ -228,7 +228,7 @@ def test_a_model_that_skips_a_layer_is_diffusers(scan: bool) -> None:
 def test_a_pipeline_reuses_on_a_mesh(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight devices; all computed is bit-equal to no setting, and reuse is printed."""
+    """On eight devices; with no step reused it is bit-equal to no setting, and reuse is printed."""
     folder, options = prepared(tmp_path, name)
     plain = run(folder, name, *options)
     assert np.array_equal(run(folder, name, *options, "fast.cache.schedule=XXXX"), plain)
@@ -275,7 +275,7 @@ def test_no_more_is_kept_than_is_printed(
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_layers_that_are_not_scanned_decide_as_scanned_ones(order: int, tmp_path: Path) -> None:
-    """As on a GPU: each layer's parameters are read inside a branch of the program."""
+    """As on a GPU, where each layer's parameters are read inside a branch of the program."""
     folder, options = prepared(tmp_path)
     cache = f"fast.cache={{first_block: {{threshold: 0.3}}, order: {order}}}"
     words = (*options, "num_inference_steps=9", cache)
@@ -288,7 +288,7 @@ def test_layers_that_are_not_scanned_decide_as_scanned_ones(order: int, tmp_path
 def test_some_steps_have_other_attention(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same weights under tpu_flash, which rounds otherwise; the rest has dot_product."""
+    """Some steps use tpu_flash, which rounds differently; the others use dot_product."""
     folder, options = prepared(tmp_path)
     plain = run(folder, "wan", *options)
     capsys.readouterr()
@@ -319,7 +319,7 @@ def test_each_prediction_has_devices_of_its_own(
 def test_a_plan_for_another_machine_has_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Golden: Wan 1.3B at 480p on an H200, without its weights."""
+    """A golden text for Wan 1.3B at 480p on an H200, without its weights."""
     sizes = vars(SIZES["wan-2.1-t2v-1.3b"]) | {"_class_name": "WanTransformer3DModel"}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     words = [str(ROOT / "configs/wan_1_3b.yml"), "--model", str(tmp_path), "--plan"]

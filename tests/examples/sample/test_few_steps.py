@@ -1,4 +1,4 @@
-"""Runs of few steps: their latents are diffusers'; meshes agree; what does not fit is refused."""
+"""Few-step runs: latents equal diffusers', meshes agree, and unsuitable settings are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE = "diffusion_pytorch_model.safetensors"
 
 
 def ours(name: str, path: Path) -> np.ndarray:
-    """Draw a case from a folder whose scheduler's file names another sampler."""
+    """Sample a case from a folder whose scheduler file names another sampler."""
     case = made.CASES[name]
     folder, options = prepared(path, case.pipeline)
     return run(folder, case.pipeline, *options, f"guidance_scale={case.guidance}", *case.ours)
@@ -72,7 +72,7 @@ def test_meshes_and_batches_draw_the_same(tmp_path: Path) -> None:
 def test_the_second_transformer_without_guidance_has_one_branch(
     batched: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its latents are those of guidance that adds next to nothing, in half the forwards."""
+    """Its latents equal those with a guidance of almost no effect, in half the forwards."""
     folder, options = prepared(tmp_path, "wan_a14b")
     mesh = ("ici_fsdp_parallelism=1", "ici_context_parallelism=8")
     how = (*options, f"guidance_batched={batched}", *mesh)
@@ -88,7 +88,7 @@ def test_the_second_transformer_without_guidance_has_one_branch(
 def test_lora_of_few_steps_is_refused_with_other_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The remedies, followed, lead to a run."""
+    """A run that follows the remedies succeeds."""
     monkeypatch.chdir(tmp_path)
     folder, options = prepared(Path())
     file = Path("wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors")
@@ -146,7 +146,7 @@ def test_plans(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_guidance_below_one_is_none(tmp_path: Path) -> None:
-    """As in diffusers' pipelines, whose guidance begins above 1."""
+    """As in diffusers' pipelines, guidance is off unless its scale is above 1."""
     folder, options = prepared(tmp_path)
     save_file({"text": load_file(options[1])["text"]}, options[1])
     found = run(folder, "wan", *options, "guidance_scale=0.5")

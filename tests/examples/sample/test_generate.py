@@ -1,6 +1,4 @@
-"""Sampling from folders: whole runs are diffusers' pipelines; on meshes, with LoRA, in one call or
-two, the same.
-"""
+"""Sampling from folders: runs equal diffusers' pipelines, and do not depend on mesh or batching."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def test_many_samples_with_merged_lora(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_lora_of_image_to_video_and_names_of_ones_own(tmp_path: Path) -> None:
-    """The remedies of the refusals are followed to the merged model."""
+    """Following the remedies of each refusal ends with the merged model."""
     (folder, options), file = prepared(tmp_path), tmp_path / "lora.safetensors"
     merged = lora(file, folder)
     (tmp_path / "trained").mkdir()
@@ -102,7 +100,7 @@ def test_the_lines_and_the_metadata_of_a_run(tmp_path: Path, capsys: Any) -> Non
 
 @pytest.mark.slow
 def test_each_transformer_has_its_lora(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights merged into files are what `--lora` and `--lora-2` merge; steps are printed."""
+    """`--lora` and `--lora-2` equal weights that were merged into files; steps are printed."""
     folder, options = prepared(tmp_path, "wan_a14b")
     files = {part: tmp_path / f"{part}.safetensors" for part in ("transformer", "transformer_2")}
     merged = {part: lora(path, folder, part) for part, path in files.items()}
@@ -118,7 +116,7 @@ def test_each_transformer_has_its_lora(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_weights_of_one_transformer_are_used_beside_the_model_s_other(tmp_path: Path) -> None:
-    """A training run leaves one of them."""
+    """A training run exports only one of the two transformers."""
     trained = "transformer_2"
     folder, options = prepared(tmp_path, "wan_a14b")
     file = f"{trained}/diffusion_pytorch_model.safetensors"
@@ -132,7 +130,7 @@ def test_weights_of_one_transformer_are_used_beside_the_model_s_other(tmp_path: 
 
 @pytest.mark.slow
 def test_without_an_image_the_first_frame_is_drawn(tmp_path: Path) -> None:
-    """A model that may continue an image draws videos of text alone, at one time."""
+    """A model that can continue an image also samples from text alone, with one time per video."""
     held, options = told(tmp_path, "wan_ti2v")
     folder = pipeline(tmp_path, "wan_ti2v", "unipc")
     begun = run(folder, "wan_ti2v", *options)

@@ -1,6 +1,4 @@
-"""From a prompt to pixels, beside diffusers' own pipelines: where torch, diffusers and transformers
-are installed.
-"""
+"""From a prompt to pixels, compared with diffusers' pipelines if torch and diffusers are there."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def theirs(name: str, folder: Path, negative: str | None) -> tuple[np.ndarray, n
 
 
 def ours(name: str, folder: Path, *words: str) -> np.ndarray:
-    """Draw with our command; return the latents."""
+    """Sample with our command; return the latents."""
     text = [f"text_tokens={runs.FLUX_TEXT}"] if name in FLUX else []
     files = ("--noise", folder / "noise.safetensors", "--out", folder / "out")
     return run(folder, name, *files, *words, *text)

@@ -1,4 +1,4 @@
-"""Sampling refuses bad input before it reads a weight; messages: golden/generate.txt."""
+"""Sampling refuses bad input before it reads weights; messages: golden/generate.txt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TWO = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio"
 
 
 class Case(NamedTuple):
-    """A pipeline, the words behind the command, and what is changed in the current folder."""
+    """A pipeline, the command's arguments, and a change of the current folder."""
 
     name: str
     words: tuple[str, ...] = BOTH
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 def change_json(path: Path | str, **changes: Any) -> None:
-    """Change keys of a JSON file, which may be missing; None removes the key."""
+    """Change keys of a JSON file, which may not exist; None removes the key."""
     path = Path(path)
     values = (json.loads(path.read_text()) if path.exists() else {}) | changes
     path.write_text(json.dumps({k: x for k, x in values.items() if x is not None}))
@@ -92,7 +92,7 @@ def weights_of_blocks() -> None:
 
 
 def replaced(name: str, by: str, kind: str | None = None) -> Case:
-    """Draw from the folder of another model."""
+    """Sample from the folder of another model."""
 
     def change() -> None:
         for part in ("transformer", "scheduler", "vae"):
@@ -104,7 +104,7 @@ def replaced(name: str, by: str, kind: str | None = None) -> Case:
 
 
 def weights_of(name: str, given: str, folder: str = "other") -> Case:
-    """Draw with the weights of another model's pipeline."""
+    """Sample with the weights of another model's pipeline."""
 
     def change() -> None:
         pipeline(Path("other"), given, next(iter(runs.SCHEDULERS[given])))
@@ -118,7 +118,7 @@ def weights_of(name: str, given: str, folder: str = "other") -> Case:
 def lora(
     name: str, layer: str, size: int = 24, option: str = "--lora", prompt: bool = False
 ) -> Any:
-    """Draw with LoRA weights of one layer; with `prompt` from folders that must stay unread."""
+    """Sample with LoRA weights of one layer; with `prompt`, folders must not be read."""
 
     def change() -> None:
         sides = {"A": np.ones((2, size), np.float32), "B": np.ones((24, 2), np.float32)}
@@ -288,7 +288,7 @@ def test_without_torch(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_device_that_torch_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By every command that would use it, before a model is loaded."""
+    """Every command that uses torch refuses it before a model is loaded."""
 
     def zeros(_: int, device: str) -> None:
         raise RuntimeError(f"no device {device}.\nmore of torch's words")

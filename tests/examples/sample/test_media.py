@@ -1,4 +1,4 @@
-"""Videos are written by a program of their own, which jax does not warn of."""
+"""Videos are written by a program of their own, without a warning of jax."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ RAW = (np.arange(5 * 6 * 8 * 3) % 251).astype(np.uint8).tobytes()
 
 
 def write(whose: str, paths: dict[Path, str]) -> list[str]:
-    """Write a video in each folder with a PATH of its own, where a warning is an error.
+    """Write a video in each folder, with its own PATH, and with warnings as errors.
 
-    One process writes all: most of its time goes into its imports.
+    One process writes all videos, because most of its time goes into imports.
     """
     words = [str(word) for pair in paths.items() for word in pair]
     command = [sys.executable, "-W", "error", "-c", WRITE, whose, *words]
@@ -46,7 +46,7 @@ def write(whose: str, paths: dict[Path, str]) -> list[str]:
 
 
 def program(folder: Path, text: str) -> Path:
-    """Write a program that is called ffmpeg."""
+    """Write an executable with the name ffmpeg."""
     (folder / "bin").mkdir(parents=True)
     path = folder / "bin" / "ffmpeg"
     path.write_text(text)

@@ -1,4 +1,4 @@
-"""A run that stops being finite ends at that step, and says in which part of it."""
+"""A run whose sample is not finite ends at that step, and names the part of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pipelines import prepared, run
 
 
 def broken(path: Path, key: str, which: str) -> tuple[Path, list[Any]]:
-    """Write a pipeline some of whose weights are not finite."""
+    """Write a pipeline in which some weights are not finite."""
     folder, options = prepared(path)
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)

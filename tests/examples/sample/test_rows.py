@@ -1,4 +1,4 @@
-"""The batch of a run: which text and which noise each row has, in one call of the model or two."""
+"""The batch of a run: the text and the noise of each row, in one model call or two."""
 
 from __future__ import annotations
 

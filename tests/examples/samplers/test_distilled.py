@@ -1,4 +1,4 @@
-"""Lists of times, and models of few steps: what their settings become, and what is refused."""
+"""Lists of times, and few-step models: the settings that result, and those that are refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_lightning_begins_with_noise_of_the_largest_sigma() -> None:
 
 
 def test_the_one_list_is_written_in_several_ways() -> None:
-    """A list with the same final sigmas is the model's own."""
+    """A list with the same final sigmas counts as the model's own."""
     ways: tuple[dict[str, Any], ...] = (
         {"timesteps": LIST, "warped": False},
         {"timesteps": (*LIST, 0), "warped": False},

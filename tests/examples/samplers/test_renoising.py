@@ -1,4 +1,4 @@
-"""Samplers that re-noise: a sample's noise is its own, on any mesh and in any batch."""
+"""Samplers that re-noise: a sample's noise does not depend on the mesh or the batch."""
 
 from __future__ import annotations
 

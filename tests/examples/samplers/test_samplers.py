@@ -1,6 +1,4 @@
-"""Our samplers are diffusers' schedulers, step by step: what the model is told, what it sees, every
-sample.
-"""
+"""Our samplers equal diffusers' schedulers step by step: times, model inputs and samples."""
 
 from __future__ import annotations
 
@@ -42,19 +40,19 @@ WAN |= made.WAN | {"flow_shift": 3.0}
 
 
 def names_of(kind: str) -> list[str]:
-    """Name the cases of a kind, one for each count of steps."""
+    """Name the cases of a kind, one for each number of steps."""
     return [name for name in CASES if name.partition(".")[0] == kind]
 
 
 def folder_of(path: Path, **said: object) -> Path:
-    """Write a folder with a scheduler's file."""
+    """Write a folder with a scheduler's config."""
     (path / "scheduler").mkdir(exist_ok=True)
     (path / "scheduler" / "scheduler_config.json").write_text(json.dumps(said))
     return path
 
 
 def schedule_of(case: made.Case, path: Path) -> Schedule:
-    """Make a case's schedule, by way of the file that diffusers would write."""
+    """Make a case's schedule from the file that diffusers would write."""
     family = "flow" if NAMES[case.kind] in ("flow_euler", "flow_lcm", "unipc") else "discrete"
     folder = folder_of(path, _class_name=case.kind, **case.options)
     sampler = read(folder, "even_flow" if case.tokens else family, given=Given.of(case.given))
@@ -62,7 +60,7 @@ def schedule_of(case: made.Case, path: Path) -> Schedule:
 
 
 def compare(name: str, path: Path, noise: np.ndarray, theirs: dict[str, np.ndarray]) -> None:
-    """Hold every step of a case against diffusers', to 5e-6 of the scale."""
+    """Compare every step of a case with diffusers', to 5e-6 of the scale."""
     schedule = schedule_of(CASES[name], path)
     kind = name.partition(".")[0]
     # Flux's pipeline computes its sigmas in float32, and Euler the logarithms of sigmas.
@@ -220,7 +218,7 @@ BAD = {
 
 
 def taken(i: Any) -> Any:
-    """Take step i of four."""
+    """Run step i of four."""
     state = start(flow_euler.over(LINE), jnp.ones(2))
     return step(flow_euler.over(LINE), i, state, lambda x, t: x + t).x
 

@@ -1,4 +1,4 @@
-"""`sample` with steps, beside a plain loop; SDXL with an interval is DeepCache."""
+"""`sample` with steps, compared with a plain loop; SDXL with an interval equals DeepCache."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ PICTURE = jnp.tile(jnp.asarray([[8.0, 8, 0, 0, 8, 8]]), (B, 1))
 
 
 def deepcache(net: UNet, x: Any, t: Any, cached: Any = None) -> tuple[Any, Any]:
-    """Predict as U-Nets do, with a stack of skips; return what is reused, too.
+    """Predict as U-Nets do, with a stack of skips; return also the reused activations.
 
-    With `cached`, run the first residual block on the way down and the two on the way up that take
-    its output and that of the first convolution, as DeepCache's SDXL pipeline for branch 0.
+    With `cached`, run only the first residual block on the way down and the two on the way up that
+    take its output and the first convolution's, as DeepCache's SDXL pipeline does for branch 0.
     """
     e = net.time_embedding(sinusoids(t, 4))
     numbers = sinusoids(PICTURE.reshape(-1), 4).reshape(B, -1)

@@ -1,4 +1,4 @@
-"""LoRA of SDXL as kohya's sd-scripts save it, convolutions too, compared with float64."""
+"""LoRA of SDXL in the format of kohya's sd-scripts, with convolutions, compared with float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A video that is kept on disk goes on bit for bit; files that do not fit are refused.
+"""A saved video continues bit for bit; files that do not fit are refused.
 
 Messages: golden/reel.txt.
 """
@@ -39,7 +39,7 @@ def rollout(stream: ma.Stream = STREAMS["sink"], **how: Any) -> Rollout:
 
 @cache
 def usual(name: str = "sink") -> Rollout:
-    """Make the rollout of a stream that tests share with its programs; a reel holds all else."""
+    """Make the rollout that tests share, so that they share its programs; it has no state."""
     return rollout(STREAMS[name])
 
 
@@ -76,7 +76,7 @@ def test_a_saved_video_goes_on_bit_for_bit(name: str, blocks: int, tmp_path: Pat
 
 
 def same(run: Rollout, again: Reel, reel: Reel, blocks: int = 2) -> None:
-    """Compare the blocks that follow two reels, bit for bit."""
+    """Compare the blocks that continue two reels, bit for bit."""
     for got, want in zip(made(run, again, blocks)[0], made(run, reel, blocks)[0], strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -125,7 +125,7 @@ def used_up(folder: Path) -> None:
 
 
 def said(**changes: Any) -> Callable[[Path], Any]:
-    """Change what the JSON file says; None takes a key out."""
+    """Change keys of the JSON file; None removes a key."""
 
     def change(folder: Path) -> Any:
         path = folder / "reel.json"

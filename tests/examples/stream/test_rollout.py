@@ -1,4 +1,4 @@
-"""Videos of a small Wan, block by block: what a rollout makes, and from what."""
+"""Videos of a small Wan, block by block: their numbers, caches, prefixes and switches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ close = partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-5)
 
 @cache
 def usual(name: str = "alone", how: Denoising = HOW) -> Rollout:
-    """Make the rollout that tests share with its programs; a reel holds all that changes."""
+    """Make the rollout that tests share, so that they share its programs; it has no state."""
     return rollout(SINKS[name], how)
 
 
@@ -46,7 +46,7 @@ def told(seed: int = 0) -> Any:
 
 
 def made(run: Rollout, reel: Reel, count: int) -> tuple[jax.Array, Reel]:
-    """Make so many blocks, joined."""
+    """Sample some blocks, and concatenate them."""
     parts = []
     for x, after in run.blocks(reel, count):
         parts.append(x)
@@ -55,9 +55,9 @@ def made(run: Rollout, reel: Reel, count: int) -> tuple[jax.Array, Reel]:
 
 
 def by_hand(run: Rollout, stream: ma.Stream, count: int, kv: Any) -> jax.Array:
-    """Make the same video without a cache: each step is a teacher-forced forward of all frames.
+    """Sample the same video without a cache: each step is a teacher-forced forward of all frames.
 
-    No block sees what comes after it, so one program does for them all.
+    No block attends to later ones, so one program of the full length serves them all.
     """
     model, how = plain(), run.how
     forced = jax.jit(lambda x, t, c: model(x, t, kv=kv, forcing=Forcing(stream, c)))
@@ -76,7 +76,7 @@ def by_hand(run: Rollout, stream: ma.Stream, count: int, kv: Any) -> jax.Array:
 
 
 def noisy_context(sigma: float) -> Denoising:
-    """One step, and a clean pass with noise: what prefixes and switches are tried with."""
+    """One step, and a clean pass with noise, for the tests of prefixes and switches."""
     return replace(HOW, denoising_steps=(1000,), sampler="flow_euler", context_noise=sigma)
 
 
@@ -107,7 +107,7 @@ def test_many_blocks_are_three_programs_and_no_more_memory() -> None:
 
 @pytest.mark.parametrize("stage", but(["empty", "full"], ["empty"]))
 def test_no_program_copies_the_cache(stage: str) -> None:
-    """Two loops over layers, one of them in a loop over steps, change one cache in place."""
+    """Two loops over layers, one of them inside a loop over steps, update one cache in place."""
     run, kv = usual(), told()
     reel = run.begin(kv) if stage == "empty" else made(run, run.begin(kv), 4)[1]
     cache = reel.cache
@@ -122,7 +122,7 @@ def test_no_program_copies_the_cache(stage: str) -> None:
 def test_without_a_clean_pass_the_first_block_keeps_its_last_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The steps before it write nothing; the cache is as if each had."""
+    """The earlier steps write nothing, but the cache is as if each had."""
     how = replace(HOW, clean_pass=False)
     run, writing = rollout(how=how), rollout(how=how)
     asked, unwritten = [], ma.KVCache.unwritten
@@ -173,9 +173,7 @@ def test_a_switch_before_the_window_rolls_is_a_prefix_under_the_new_prompt() -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", but(["alone", "sink"], ["alone"]))
 def test_a_switch_in_a_rolled_window_caches_the_kept_frames_at_their_positions(name: str) -> None:
-    """The block after it is that of one forward over the kept frames, noised as they were before,
-    and the block.
-    """
+    """The next block equals one forward over the kept frames, with their noise, and the block."""
     stream, sigma = SINKS[name], {"alone": 0.1}.get(name, 0.0)
     run = usual(name, noisy_context(sigma))
     _, reel = made(run, run.begin(told(0)), 7)
@@ -251,6 +249,6 @@ def test_a_context_may_be_chosen() -> None:
 
 
 def test_a_context_of_whole_blocks_keeps_the_sink_and_the_latest_frames() -> None:
-    """Of the frames 0 and 5 to 9, that the window shows, four are a first frame and a block."""
+    """The window shows frames 0 and 5 to 9, of which the first frame and one block remain."""
     run = rollout(SINKS["alone"], re_prefill=True)
     assert tuple(run._choose(10)) == (0, 7, 8, 9)

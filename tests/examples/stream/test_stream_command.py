@@ -1,4 +1,4 @@
-"""The command that streams: a small Wan, its files, its scenes, and refused words."""
+"""The command that streams: a small Wan, its files, its scenes, and refused arguments."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def config(tmp_path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Save a small model with random weights, as one that was trained block by block."""
+    """Save a small model with random weights, trained block by block according to its config."""
     weights.save_diffusers(plain(), tmp_path / "model")
     says(tmp_path / "model", 3)
     return tmp_path / "model"
 
 
 def says(folder: Path, frames: int | None) -> None:
-    """Write config.json of a model trained with so many frames a block, None: on whole videos."""
+    """Write config.json with the frames per block of a model; None: trained on whole videos."""
     (folder / "config.json").write_text(json.dumps(saying(SIZES.config(), frames)))
 
 
@@ -80,9 +80,7 @@ def test_blocks_are_kept_as_they_are_made(config: str, tmp_path: Path, capsys: A
 def test_guidance_scenes_and_weights_from_files(
     config: str, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """Weights of Self-Forcing are a file, which names no blocks; the model's folder does not count,
-    and a warning says so.
-    """
+    """Weights of Self-Forcing do not name a block length, so a warning is printed."""
     says(folder, None)
     file = folder / "diffusion_pytorch_model.safetensors"
     negative = np.zeros((1, 5, 8), np.float32)
@@ -95,7 +93,7 @@ def test_guidance_scenes_and_weights_from_files(
 
 
 def trained_on(frames: int | None) -> Callable[[Path, Path], tuple[Any, ...]]:
-    """Draw with a folder that names so many frames of a block; None names none."""
+    """Sample from a folder with so many frames per block; None: it names none."""
 
     def words(folder: Path, tmp_path: Path) -> tuple[Any, ...]:
         says(folder, frames)

@@ -1,4 +1,4 @@
-"""One run of the small model on one device, for all tests that compare with it."""
+"""One training run of the small model on one device, which several tests compare with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.examples.conftest import small_settings, train
 
 
 class Ran(NamedTuple):
-    """A run of `small` settings, with what training returned, printed and logged."""
+    """A run of `small` settings: results of training, its output and its log."""
 
     settings: Settings
     model: WanTransformer3D
@@ -28,7 +28,7 @@ class Ran(NamedTuple):
 
 @pytest.fixture(scope="session")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Three steps from the start; tests may read the folder, not change it."""
+    """Three steps from the start; tests may read the folder, but not change it."""
     settings = small_settings(tmp_path_factory.mktemp("ran") / "run")
     profile = {"enable_profiler": True, "profiler_steps": 1, "skip_first_n_steps_for_profiler": 1}
     settings = settings.replace(**profile)

@@ -56,7 +56,7 @@ def drawn(kind: str, count: int, seed: int = 0, **changes: Any) -> dict[str, np.
 
 
 def folder(path: Path, kind: str, count: int = 4, empty: bool = True, **changes: Any) -> str:
-    """Write a folder of random examples, three a shard."""
+    """Write a folder of random examples, three per shard."""
     examples = drawn(kind, count, **changes)
     shapes = {n: (1, *examples[n].shape[1:]) for n in ("text", "pooled") if n in examples}
     texts = {f"negative_{n}": np.full(shape, 0.5, np.float32) for n, shape in shapes.items()}
@@ -65,7 +65,7 @@ def folder(path: Path, kind: str, count: int = 4, empty: bool = True, **changes:
 
 
 def batch_of(data: str, count: int = 4) -> dict[str, Any]:
-    """Read a batch of a folder's first four examples, over and over."""
+    """Return an endless iterator over one batch, a folder's first four examples."""
     source = LatentFolder(data)
     return {n: jnp.stack([source[i % 4][n] for i in range(count)]) for n in source.shapes}
 
@@ -97,7 +97,7 @@ def flux(
 
 
 def begin(settings: Any, mesh: Any = None) -> Training:
-    """Make the training that the command of these settings runs; on one device without a mesh."""
+    """Make the training that the command runs for these settings; without a mesh on one device."""
     return Training(TASKS[type(settings)].of(settings), mesh)
 
 

@@ -1,6 +1,4 @@
-"""Runs the training command as a user does, in processes of its own; one device each, unless more
-are asked for.
-"""
+"""Run the training command in separate processes, each with one device by default."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ SILENCE = 600.0
 
 
 def config(folder: Path, **training: Any) -> Path:
-    """Write a YAML file of a small model that trains in `folder` and draws nothing."""
+    """Write a YAML file for a small model that trains in `folder` and draws no samples."""
     import yaml
 
     values = {
@@ -41,7 +39,7 @@ def config(folder: Path, **training: Any) -> Path:
 
 
 def start(path: Path, *overrides: str, devices: int = 1) -> subprocess.Popen[str]:
-    """Start the command; its lines come out as they are printed."""
+    """Start the command with unbuffered output."""
     quick = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     # Processes that run the same program compile it once.
     compiled = {
@@ -64,7 +62,7 @@ def finish(path: Path) -> str:
 
 
 def finish_many(path: Path, *overrides: str, processes: int, devices: int) -> list[str]:
-    """Run the command in several processes that join each other, and return what each printed."""
+    """Run the command in several processes that join each other, and return the output of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -75,7 +73,7 @@ def finish_many(path: Path, *overrides: str, processes: int, devices: int) -> li
 
 
 def finish_all(started: list[subprocess.Popen[str]]) -> list[str]:
-    """Wait for processes to end, and return what each printed."""
+    """Wait for processes to end, and return the output of each."""
     printed = ["" for _ in started]
     for who, line in lines(*started):
         printed[who] += line
@@ -85,7 +83,7 @@ def finish_all(started: list[subprocess.Popen[str]]) -> list[str]:
 
 
 def lines(*started: subprocess.Popen[str]) -> Iterator[tuple[int, str]]:
-    """Yield each line of processes, and which printed it; fail after `SILENCE` seconds of none."""
+    """Yield each line of output with its process; fail after `SILENCE` seconds without a line."""
     heard: queue.Queue[tuple[int, str | None]] = queue.Queue()
 
     def listen(who: int, process: subprocess.Popen[str]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that were cut or overwritten are read as they were, or refused by name."""
+"""Checkpoints that were cut or overwritten are read intact, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training one of Wan 2.2's two transformers: its weights, its times, its name, what is refused."""
+"""Training one of Wan 2.2's two transformers: its weights, times and name, and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def pipeline(written: Path, tmp_path: Path) -> Path:
-    """Copy the pipeline: some tests change theirs."""
+    """A copy of the pipeline, which a test may change."""
     return Path(shutil.copytree(written, tmp_path / "pipeline"))
 
 
@@ -74,7 +74,7 @@ def settings(path: Path, pipeline: Path, data: str, expert: str | None, **traini
 @pytest.mark.parametrize("how", [("uniform",), ("logit_normal", 0.7, 1.3)])
 @pytest.mark.parametrize("within", [(0.875, 1.0), (0.0, 0.875), (0.3, 0.4)])
 def test_times_of_an_expert_are_those_of_all_that_lie_in_its_range(how: Any, within: Any):
-    """Their quantiles are those of drawing from all times and keeping what falls between."""
+    """Their quantiles equal those of times drawn from the full range and then filtered."""
     found = np.asarray(flow.times(jax.random.key(1), 40_000, 3.0, *how, within=within))
     assert found.dtype == np.float32 and found.min() >= within[0]
     assert found.max() < within[1] or within[1] == 1
@@ -99,7 +99,7 @@ def test_times_far_from_all_that_are_likely_stay_in_the_range(mean: float):
 def test_an_expert_learns_as_a_plain_loop_does(
     expert: str, tmp_path: Path, pipeline: Path, data: str
 ):
-    """Its own weights, at its own times: losses and parameters of a loop that is written out."""
+    """Losses and parameters equal those of a plain loop on its own weights, at its own times."""
     said = settings(tmp_path / "run", pipeline, data, expert, steps=3)
     model, losses = begin(said).run()
     plain, wanted = plain_training(said, pipeline / PARTS[expert], data, expert)
@@ -116,7 +116,7 @@ def test_an_expert_learns_as_a_plain_loop_does(
 
 
 def plain_training(said: Any, weights_of: Path, data: str, expert: str) -> Any:
-    """Train without the loop and the task: the model, its loss and the optimizer alone."""
+    """Train without the loop and the task: only the model, its loss and the optimizer."""
     sizes = WanTask.of(said).sizes
     model = nnx.eval_shape(lambda: WanTransformer3D(sizes, rngs=nnx.Rngs(0)))
     weights.load_diffusers(model, weights_of)
@@ -168,7 +168,7 @@ def test_lora_of_an_expert_has_the_names_that_diffusers_reads(
 ):
     """diffusers reads the second transformer's LoRA under the first's names, from its own file.
 
-    The run goes on with the same expert only.
+    A run resumes only with the same expert.
     """
     said = settings(tmp_path / "run", pipeline, data, expert, lora_rank=2, learning_rate=2e-2)
     adapted, _ = begin(said).run()

@@ -1,4 +1,4 @@
-"""Training under meshes as `jax.make_mesh` makes them, with Explicit axes, equals one device."""
+"""Training on Explicit meshes, as `jax.make_mesh` makes them, equals one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maxattn import sharding
 
 
 def loss_and_gradients(settings: Settings, mesh: Any) -> Any:
-    """Compute the loss of a model none of whose parameters is zero."""
+    """Compute the loss and gradients of a model without parameters that are zero."""
     task, mesh = ClipTask.of(settings), sharding.program_mesh(mesh)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     model = task.build(mesh, nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Training by forcing: times of blocks, clips and their noise, and what is refused."""
+"""Training by forcing: times of blocks, clips and their noise, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes as one: the rows that each loads, and the losses of one process."""
+"""Several processes in one run: the batch rows that each loads, and losses equal to one process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_flags_of_processes_are_refused_where_one_is_missing_or_wrong(
 
 
 def of_gloo(line: str) -> bool:
-    """Tell whether a line is a piece of Gloo's own, whose threads write into each other's."""
+    """Check whether a line is output of Gloo, whose threads interleave their lines."""
     sentence = "Rank is connected to peer ranks. Expected number of connected peer ranks is :"
     return all(word in sentence for word in re.findall("[A-Za-z]+", line))
 

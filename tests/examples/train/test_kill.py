@@ -1,6 +1,4 @@
-"""Twenty kills at random moments, in training and while a checkpoint is being written: every resume
-is exact.
-"""
+"""Twenty kills at random moments, while steps run or a checkpoint is written: resumes are exact."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ SAVING = 0.1  # seconds: the files of a checkpoint are being written so long, or
 
 
 def saved(folder: Path) -> list[int]:
-    """List the whole checkpoints of a run."""
+    """List the complete checkpoints of a run."""
     found = (folder / "run" / "checkpoints").iterdir()
     return [int(path.name) for path in found if path.name.isdigit()]
 
 
 def unfinished(folder: Path, since: float = 0.0) -> int:
-    """Count the checkpoints of a run that were begun, and not finished, after a time."""
+    """Count the checkpoints of a run that were started after a time and are incomplete."""
     count = 0
     for path in (folder / "run" / "checkpoints").glob("*"):
         with suppress(FileNotFoundError):  # finished between the listing and here, and so renamed
@@ -38,9 +36,9 @@ def unfinished(folder: Path, since: float = 0.0) -> int:
 
 
 def live_and_die(path: Path, chance: random.Random, life: int) -> str:
-    """Kill a run at a random moment after a random step, and return what it printed.
+    """Kill a run at a random moment after a random step, and return its output.
 
-    Every second life ends while a checkpoint is written, soon after its temporary folder appears.
+    Every second run is killed soon after the temporary folder of a checkpoint appears.
     """
     every = EVERY if life % 4 else SELDOM
     born, process = time.time(), start(path, f"training.checkpoint_every={every}")

@@ -1,4 +1,4 @@
-"""Folders of latents: examples are read as written, in a seeded order that resumes."""
+"""Folders of latents: examples are read back exactly, in a seeded order that resumes."""
 
 from __future__ import annotations
 

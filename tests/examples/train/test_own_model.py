@@ -1,4 +1,4 @@
-"""A program trains a model of its own by `train(task)`, with the defaults of `Task`."""
+"""A program trains its own model by `train(task)`, with the defaults of `Task`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .made import folder
 
 
 class Settings(ma.AttentionConfig):
-    """The keys of attention, and two sections."""
+    """Attention's keys, and two sections."""
 
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
 
 
 class Model(nnx.Module):
-    """Attend among the rows of latents."""
+    """Attention over the rows of latents."""
 
     def __init__(self, settings: Settings, mesh: jax.sharding.Mesh | None, rngs: nnx.Rngs) -> None:
         how = {"config": settings, "mesh": mesh, "rngs": rngs}
@@ -36,7 +36,7 @@ class Model(nnx.Module):
 
 
 class Mine(Task):
-    """Learn velocities of the latents of a folder."""
+    """Train velocities on the latents of a folder."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

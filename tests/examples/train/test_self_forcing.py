@@ -1,4 +1,4 @@
-"""Self-forcing: one forward on the own rollout has the gradient of the rollout's last steps."""
+"""Self-forcing: one forward on the model's rollout has the gradient of the rollout's last steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def noise(start: int, stop: int, number: int) -> jax.Array:
 
 
 def setup(**rollout: Any) -> Any:
-    """Return the model's parts, its stream, and how it is called with parameters."""
+    """Return the model's parts, its stream, and a function that calls it with parameters."""
     built, stream = plain(), ma.Stream(TOKENS, 2, rollout["window"], rollout["sink"])
     graph, parameters = nnx.split(built)
 

@@ -1,4 +1,4 @@
-"""`training.resume=false`: what was there stays until the run that starts again has its own."""
+"""`training.resume=false` keeps the old checkpoints until the new run has saved its first one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_run_that_fails_before_has_lost_none(copied: Settings) -> None:
 
 
 def test_a_run_killed_in_its_first_checkpoint_has_lost_none(made: Path, tmp_path: Path) -> None:
-    """The folders as a kill leaves them, after each step of the exchange."""
+    """The folders are in the state that a kill leaves after each step of the replacement."""
     folder = tmp_path / "run" / "checkpoints"
     shutil.copytree(made, tmp_path / "run")
     checkpoint.set_aside(folder)
@@ -71,7 +71,7 @@ def test_a_run_killed_in_its_first_checkpoint_has_lost_none(made: Path, tmp_path
 
 
 def test_two_runs_do_not_save_into_one_folder(made: Path, tmp_path: Path) -> None:
-    """The second is refused; who reads meanwhile brings nothing back under the first one."""
+    """The second run is refused; readers do not restore old checkpoints under the first."""
     folder = tmp_path / "run"
     shutil.copytree(made, folder)
     with opened(folder, start_again=True):

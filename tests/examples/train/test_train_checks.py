@@ -1,4 +1,4 @@
-"""Trainings that cannot run are refused before anything is computed, with all errors at once."""
+"""Trainings that cannot run are refused before anything is computed, with all errors in one."""
 
 from __future__ import annotations
 

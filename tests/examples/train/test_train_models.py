@@ -1,6 +1,4 @@
-"""Wan 2.1, Flux.1 and SDXL, tiny, trained by the commands: what a run learns, resumes, averages,
-adapts and exports.
-"""
+"""Tiny Wan 2.1, Flux.1 and SDXL, trained by the commands: steps, resuming, averages, LoRA."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ MAKE = {"wan": (wan, WAN), "flux": (flux, FLUX)}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Four examples a folder: with a batch of four, every batch is all of them."""
+    """Four examples per folder: with a batch of four, every batch has all of them."""
     path = tmp_path_factory.mktemp("data")
     return {kind: folder(path / kind, kind) for kind in ("wan", "flux", "sdxl", "i2v")}
 
@@ -54,7 +52,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def whole(kind: str, data: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without a stop, and its last two checkpoints; tests may read it, not change it."""
+    """An uninterrupted run with its last two checkpoints; tests may read it, but not change it."""
     path, (make, sizes) = tmp_path_factory.mktemp("whole") / "run", MAKE[kind]
     more = {"steps": STEPS, "checkpoint_every": STEPS - 1, "tensorboard": True, "export": True}
     begin(make(path, sizes, data[kind], **more)).run()
@@ -123,7 +121,7 @@ def test_a_run_writes_its_attention_and_its_scalars(kind: str, whole: Path) -> N
 
 @pytest.mark.parametrize("kind", ["wan"], scope="module", indirect=True)
 def test_a_checkpoint_of_another_training_is_refused(whole: Path, tmp_path: Path) -> None:
-    """Of other data; test_training.py has other settings."""
+    """Here the data differ; test_training.py has other settings."""
     other = folder(tmp_path / "other", "wan", count=5)
     with pytest.raises(ConfigError, match=r"(?s)data\.folder.*training\.resume=false"):
         begin(wan(whole, WAN, other, steps=STEPS)).run()
@@ -169,7 +167,7 @@ def test_samples_are_drawn_along_the_way(kind: str, tmp_path: Path, data: Any) -
 
 @pytest.mark.slow
 def test_lora_learns_alone_and_merges_to_the_same_model(data: Any, tmp_path: Path) -> None:
-    """For image-to-video: the image's projections are adapted as well."""
+    """For image-to-video the image's projections have LoRA too."""
     path, targets = tmp_path / "run", ["to_q", "to_v", "to_out", "add_k_proj"]
     how = {"lora_rank": 2, "lora_alpha": 6.0, "lora_targets": targets, "ema_decay": 0.0}
     how |= {"steps": 8, "learning_rate": 2e-2, "export": True}
@@ -209,7 +207,7 @@ def test_a_new_adapter_changes_nothing_and_alpha_scales_it() -> None:
 
 @pytest.mark.slow
 def test_what_is_trained_by_layers_is_written_as_diffusers_has_it() -> None:
-    """Also where a layer of several has no LoRA; merged back, it is the change that was learned."""
+    """If only some layers of a joint tensor have LoRA, merging it back gives the trained change."""
     model, plain = Model(0), Model(0)
     lora.add(model, 2, 4.0, ("to_q", "to_v"), rngs=nnx.Rngs(1))
     for _, module in lora.adapted(model):

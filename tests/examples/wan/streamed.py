@@ -24,7 +24,7 @@ SIDES, TOKENS = (2, 4), 2  # of a frame of latents; its tokens
 
 
 def small(mesh: Any = None, **how: Any) -> WanTransformer3D:
-    """Build the model with every parameter random: many new ones are 0 or 1."""
+    """Build the model with random parameters, because many initial ones are 0 or 1."""
     model = WanTransformer3D(SIZES, None, mesh, rngs=nnx.Rngs(0), **how)
     nnx.update(model, moved(nnx.state(model, nnx.Param)))
     return model
@@ -49,12 +49,12 @@ def clips(frames: int, batch: int = 1) -> tuple[jax.Array, jax.Array]:
 
 
 def times(frames: int, batch: int = 1) -> jax.Array:
-    """Give every frame of the noisy clip a time; those of a block differ too."""
+    """Give every frame of the noisy clip its own time, even within a block."""
     return jnp.broadcast_to(300.0 + 40.0 * (jnp.arange(frames) % 7), (batch, frames))
 
 
 def empty(stream: ma.Stream, frames: int, batch: int = 1, **how: Any) -> ma.KVCache:
-    """Make a cache for the model and so many frames."""
+    """Make a cache of the model for so many frames."""
     sizes = {"layers": 2, "batch": batch, "kv_heads": 2, "dim_head": 12, "dtype": "float32"}
     slots = None if stream.window else frames
     return stream.cache(**{**sizes, "frames": slots, **how})

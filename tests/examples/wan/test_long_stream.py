@@ -1,7 +1,7 @@
 """Thirty blocks in bfloat16: errors do not grow with the number of the block.
 
-The clean latents are fixed, so that an error of one block does not change the input of the next
-one. The errors that remain are the rounding of the model and of the cache.
+The clean latents are fixed, so that the error of a block does not change the input of the next. The
+remaining errors are the rounding of the model and of the cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rounded() -> tuple[WanTransformer3D, WanTransformer3D]:
 
 
 def forced(model: Any, clean: Any, noisy: Any) -> np.ndarray:
-    """Return the velocity of all blocks by one forward under the mask of training."""
+    """Return the velocities of all blocks, from one forward under the training mask."""
     graph, parameters = nnx.split(model)
 
     @jax.jit
@@ -48,7 +48,7 @@ def forced(model: Any, clean: Any, noisy: Any) -> np.ndarray:
 
 
 def rolled_out(model: Any, clean: Any, noisy: Any) -> np.ndarray:
-    """Return the velocity of all blocks by the cache."""
+    """Return the velocities of all blocks, computed with the cache."""
     graph, parameters = nnx.split(model)
 
     def run(parameters: Any, x: Any, t: Any, kv: Any, cache: Any) -> Any:
@@ -67,7 +67,7 @@ def rolled_out(model: Any, clean: Any, noisy: Any) -> np.ndarray:
 
 
 def by_block(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Return the mean error of each block, as a share of the mean size of the exact numbers."""
+    """Return the mean error of each block, relative to the mean absolute value of exact numbers."""
     off = np.abs(got - want).reshape(1, BLOCKS, -1).mean((0, 2))
     return off / np.abs(want).mean()
 
@@ -86,7 +86,7 @@ def test_thirty_blocks_in_bfloat16_stay_within_its_error() -> None:
 
 
 def test_modulations_of_frames_are_never_those_of_all_tokens_at_once() -> None:
-    """[B, T, 6, D] would be the largest array of a block: six rows where one is used at a time."""
+    """[B, T, 6, D] would be a block's largest array, but one of six rows is used at a time."""
     x, t, cache, model = clips(3)[0], times(3), empty(STREAM, 3), plain()
     made = str(jax.make_jaxpr(lambda x, t, c: model(x, t, text(), cache=c))(x, t, cache))
     assert "f32[1,3,6,24]" in made and "f32[1,6,6,24]" not in made

@@ -1,4 +1,4 @@
-"""Weights under the names of Wan's own code, wrapped as Self-Forcing and its kin save them."""
+"""Weights under the names of Wan's own code, wrapped as Self-Forcing and similar projects do."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ THEIRS = {ours: name for name, ours in NAMES.items()} | {
 
 
 def model(seed: int, **sizes: Any) -> WanTransformer3D:
-    """Make a small transformer in which no two numbers are alike by chance."""
+    """Make a small transformer in which no two numbers are equal by chance."""
     found = WanTransformer3D(Sizes(**(made.MODEL | sizes)), ma.AttentionConfig(), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(seed)
     for _, variable in nnx.to_flat_state(nnx.state(found, nnx.Param)):
@@ -85,7 +85,7 @@ PREFIXES = ("", "model.", "generator.model.", "generator_ema.model.", "model.dif
 
 @pytest.mark.parametrize("prefix", (*PREFIXES, f"generator_ema.model.{FSDP}"))
 def test_wrapped_weights_are_read_from_a_file(prefix: str, tmp_path: Path) -> None:
-    """An image-to-video model's, which has all names; FSDP wraps each block, too."""
+    """The file is an image-to-video model's, which has all names; FSDP wraps each block too."""
     want, got = (model(seed, **made.IMAGE) for seed in (1, 2))
     held = {prefix + name: x for name, x in original(want).items()}
     if FSDP in prefix:
@@ -110,7 +110,7 @@ def test_averaged_parameters_are_taken_and_others_by_their_prefix(caplog: Any) -
 
 @pytest.mark.parametrize("case", ["misfit", "twice"])
 def test_what_does_not_fit_is_named_by_our_names(case: str) -> None:
-    """A missing and an unexpected parameter, and one that is there under two names."""
+    """A missing parameter, an unexpected one, and one under two names."""
     got, held = model(1), original(model(2))
     if case == "twice":
         held[f"{FSDP}head.head.bias"] = held["head.head.bias"]

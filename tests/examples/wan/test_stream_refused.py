@@ -1,4 +1,4 @@
-"""What a model that streams and a rollout refuse; messages: golden/wan_stream.txt."""
+"""Refusals of a streaming model and of a rollout; messages: golden/wan_stream.txt."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CHOSEN: list[int] = []
 
 @cache
 def rollout(re_prefill: bool = False) -> Rollout:
-    """Make a rollout that tests share with its programs; `CHOSEN` are the frames of its context."""
+    """Make the rollout that tests share, to share its programs; `CHOSEN` is its context."""
     how: Any = {"re_prefill": lambda frame: CHOSEN if frame else []} if re_prefill else {}
     return Rollout(plain(), STREAM, (*SIDES, 4), Denoising((1000,)), **how)
 
@@ -64,12 +64,12 @@ def begun(run: Rollout) -> Reel:
 
 
 def second(run: Rollout) -> Reel:
-    """Make the first block, and return the reel of the second."""
+    """Sample the first block, and return the reel for the second."""
     return run.block(begun(run))[1]
 
 
 def again(how: str) -> Any:
-    """Go on twice from one reel."""
+    """Continue one reel twice."""
     run, reel = rollout(), second(rollout())
     run.block(reel)
     return run.block(reel) if how == "block" else run.switch(reel, plain().encode(text()))

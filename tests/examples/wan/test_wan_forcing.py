@@ -1,4 +1,4 @@
-"""Wan trained by forcing, tiny: what a step learns, on meshes too, and clips that are refused.
+"""Tiny Wan trained by forcing: a step's loss and gradients, on meshes too, and refused clips.
 
 Messages: golden/forcing.txt.
 """
@@ -35,14 +35,14 @@ TEACHER = {"forcing": "teacher", "context_noise": 100.0}
 
 
 def forced(path: Path, model: dict[str, Any], data: str | None = None, **training: Any) -> Settings:
-    """Describe a run by forcing."""
+    """Return the settings of a run by forcing."""
     settings = wan(path, model, data, **training)
     return settings.replace(rollout=Settings.model_validate({"rollout": ROLLOUT}).rollout)
 
 
 @pytest.mark.slow
 def test_the_loss_is_that_of_one_forward_beside_the_clean_clip(tmp_path: Path):
-    """Of image-to-video, which has all inputs of text-to-video."""
+    """The model is image-to-video, which has all inputs of text-to-video."""
     settings = forced(tmp_path, I2V | {"num_layers": 1}, **TEACHER)
     task = WanTask.of(settings)
     model: Any = task.build(None, nnx.Rngs(0))
@@ -87,7 +87,7 @@ def test_a_run_learns_and_goes_on_bit_for_bit(tmp_path: Path):
 
 @pytest.mark.slow
 def test_an_exported_folder_names_the_frames_of_a_block(tmp_path: Path):
-    """After a further training on whole videos it names none."""
+    """After a further training on whole videos it does not."""
     data = folder(tmp_path / "data", "wan", latents=(4, FRAMES, 4, 4))
     how = {"export": True, "steps": 1}
     begin(forced(tmp_path / "a", WAN, data, forcing="teacher", **how)).run()
@@ -135,7 +135,7 @@ def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
 
 
 def gradients(task: WanTask, mesh: Any, frames: int) -> tuple[Any, Any]:
-    """Return loss and gradients of the first step of a run."""
+    """Return loss and gradients of a run's first step."""
     graph, parameters = nnx.split(state.build(task, mesh))
     examples = drawn("wan", 2, latents=(4, frames, 4, 4))
     rows = hosts.rows_here(2, mesh)

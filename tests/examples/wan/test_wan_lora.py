@@ -1,4 +1,4 @@
-"""LoRA of Wan under the names of those who publish it, merged and compared with float64."""
+"""LoRA of Wan under the names of several publishers, merged and compared with float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model() -> WanTransformer3D:
 
 
 def names_in(style: str, own: str, theirs: str) -> tuple[Names, str]:
-    """Return the names of a layer, and the prefix of all."""
+    """Return the names of a layer, and their common prefix."""
     flat = f"lora_unet_{own.replace('.', '_')}"
     down, up = ("lora_A", "lora_B") if style in ("comfy", "diffusers") else ("lora_down", "lora_up")
     named = {"musubi": (flat, "lora_unet_"), "diffusers": (f"transformer.{theirs}", "transformer.")}
@@ -49,7 +49,7 @@ def test_published_names_are_merged(style: str) -> None:
 
 
 def lightx2v(name: str) -> str:
-    """Return the name under which LightX2V's extractor saves the change of a tensor of Wan."""
+    """Return LightX2V's name for the change of a Wan tensor."""
     for end, theirs in ((".weight", ".diff"), (".bias", ".diff_b"), (".modulation", ".diff_m")):
         if name.endswith(end):
             return name.removesuffix(end) + theirs
@@ -60,7 +60,7 @@ ENDS = (".weight", ".bias", "")
 
 
 def test_differences_of_lightx2v_are_added() -> None:
-    """Changes that lightx2v saves whole, not as two matrices."""
+    """LightX2V saves some changes as whole tensors, not as two matrices."""
     video, rng = model(), np.random.default_rng(1)
     before, given, want = weights.to_diffusers(video), {}, {}
     named = (
@@ -79,7 +79,7 @@ def test_differences_of_lightx2v_are_added() -> None:
 
 @pytest.mark.parametrize("style", ["comfy", "musubi", "diffusers"])
 def test_image_to_video_lora_without_image_keys(style: str) -> None:
-    """The remedy for a model without image keys is followed: the rest is merged, and listed."""
+    """After the remedy for missing image keys, the rest is merged, and skipped layers are listed."""
     video = filled(nnx.eval_shape(lambda: WanTransformer3D(Sizes(**made.MODEL), rngs=nnx.Rngs(0))))
     before = weights.to_diffusers(video)
     names = ("attn1.to_q", "attn2.to_k", "attn2.add_k_proj", "attn2.add_v_proj")
