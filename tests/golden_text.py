@@ -1,7 +1,6 @@
-"""Compare texts that users meet with the golden files; MAXATTN_REGOLD=1 rewrites what differs.
+"""Compare texts for users with the golden files; MAXATTN_REGOLD=1 rewrites those that differ.
 
-`tests/golden/<group>.txt` holds the texts of a group, each below a heading `[name]`, in the order
-of the names.
+`tests/golden/<group>.txt` has the texts of a group, each below a heading `[name]`, sorted by name.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ HEADING = re.compile(r"^\[(\w+)\]\n", re.MULTILINE)
 
 
 def check_golden(name: str, text: str) -> None:
-    """Fail unless `text` is what tests/golden holds as <group>/<name>, letter for letter."""
+    """Fail unless `text` equals the golden text <group>/<name>."""
     group, _, name = name.rpartition("/")
     group, text = group.replace("/", "_"), text.rstrip()
     assert not HEADING.search(text + "\n"), "a line of the text reads as a heading"
@@ -35,7 +34,7 @@ def check_golden(name: str, text: str) -> None:
 
 
 def check_refused(name: str, error: type[Exception], call: Callable[[], Any]) -> None:
-    """Fail unless a call ends in this error, whose text is the golden one."""
+    """Fail unless a call raises this error with the golden text."""
     with pytest.raises(error) as caught:
         call()
     check_golden(name, str(caught.value))
@@ -49,7 +48,7 @@ def golden_texts(group: str) -> dict[str, str]:
 
 
 def _rewrite(group: str, name: str, text: str) -> None:
-    """Put a text into its group's file; tests of other processes wait for their turn."""
+    """Replace a text in its group's file, under a lock."""
     GOLDEN.mkdir(exist_ok=True)
     with (GOLDEN / f"{group}.txt").open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""What a traced program computes."""
+"""Search the operations of a traced program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Walk every equation of a jaxpr and of those inside it, those as often as they are called."""
+    """Yield every equation of a jaxpr and of nested ones, as often as they are called."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(

@@ -1,4 +1,4 @@
-"""A kernel's own settings, for tests that know which kernel the plan took."""
+"""The settings of a plan's kernel, typed, for tests that know which kernel the plan chose."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def blocks_of(kernel: Kernel) -> BlockSizes:
 
 
 def memory_efficient(kernel: Kernel) -> MemoryEfficient:
-    """Return the kernel, whose type is now known to have chunk sizes."""
+    """Return the kernel, typed as the one with chunk sizes."""
     assert isinstance(kernel, MemoryEfficient), kernel.name
     return kernel

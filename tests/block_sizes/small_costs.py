@@ -47,7 +47,7 @@ def costs(
 
 
 def own_costs(bundles: int, online: int, side: int = 2048, interval: bool = False) -> Costs:
-    """Return costs of `tpu_flash` with tiles of one size; `online` has the other softmax's bundles."""
+    """Return costs of `tpu_flash` with tiles of one size; `online` is for the other softmax."""
     found = {"fwd": bundles, "online": online, "fused": 2 * bundles}
     tile = side, side, 512
     every = ((kind, masked) for kind in found for masked in list(Evaluates)[: 2 + interval])

@@ -11,7 +11,7 @@ from tests.fuzz.run import run, set_up
 
 
 def main() -> int:
-    """Run one case, or draw cases and print failures as they come and a table at the end."""
+    """Run one case, or draw cases, print failures as they occur, and a table at the end."""
     parser = argparse.ArgumentParser("make fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, help="of the whole run; default one that is drawn")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long")

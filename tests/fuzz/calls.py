@@ -1,4 +1,4 @@
-"""Calls of attention, on one device and on meshes, each held to float64."""
+"""Calls of attention, on one device and on meshes, compared with float64."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Call(NamedTuple):
     axes: Axes | None = None
 
     def words(self) -> str:
-        """Write the keywords of the call but mask and bias."""
+        """Format the keyword arguments of the call, without mask and bias."""
         scale = self.operands.scale
         words = "config=config, return_lse=True" + (f", scale={scale}" if scale is not None else "")
         return words + (", mesh=mesh" if self.axes is not None else "")
 
     def text(self) -> str:
-        """Write operands, config and mesh, and a function `call` that returns out and lse.
+        """Format operands, config and mesh, and a function `call` that returns out and lse.
 
-        NaN in hidden keys is refused if the config asks for it.
+        If the config has `check_finite`, NaN in hidden keys is refused.
         """
         finite = {"check_finite": True} if self.operands.hidden else {}
         config = config_text(self.settings | finite) + mesh_text(self.axes)
@@ -55,7 +55,7 @@ def draw_alone(rng: Random, machine: Machine) -> Case:
 
 
 def draw_on_mesh(rng: Random, machine: Machine) -> Case:
-    """Draw a call over a mesh of the devices that there are."""
+    """Draw a call over a mesh of the available devices."""
     axes = draw_axes(rng, machine.devices)
     operands = draw_operands(rng, machine, draw_mesh_sizes(rng, axes))
     call = Call(operands, draw_settings(rng, machine, axes), axes)
@@ -64,7 +64,7 @@ def draw_on_mesh(rng: Random, machine: Machine) -> Case:
 
 
 def draw_small(rng: Random, machine: Machine) -> Call:
-    """Draw a small call, in a third of the draws on a mesh, without NaN."""
+    """Draw a small call without NaN, one in three on a mesh."""
     on_mesh = machine.devices > 1 and rng.random() < 0.35
     axes = draw_axes(rng, machine.devices) if on_mesh else None
     lengths = rng.choice([(8, 8), (16, 16), (7, 7), (17, 31), (32, 32), (3, 40)])
@@ -86,7 +86,7 @@ def draw_mesh_sizes(rng: Random, axes: Axes) -> Sizes:
 
 
 def check_of(operands: Operands) -> Check:
-    """Return the check of everything that a call computed."""
+    """Return the check of all results of a call."""
 
     def check(names: Names) -> None:
         if operands.hidden:
@@ -100,7 +100,7 @@ def check_of(operands: Operands) -> Check:
 
 
 def given_of(operands: Operands, names: Names) -> Given:
-    """Read the operands that a case made, in float64."""
+    """Return the operands of a case in float64."""
     q, k, v, dout, dlse = (
         np.asarray(names[n], np.float64) for n in ("q", "k", "v", "dout", "dlse")
     )
@@ -115,7 +115,7 @@ def given_of(operands: Operands, names: Names) -> Given:
 
 
 def compare_one(operands: Operands, name: str, got: Any, want: Bounded) -> None:
-    """Compare one result; a bias's gradient has the bias's axes, and the reference has four."""
+    """Compare one result; sum the reference's gradient of a bias over broadcast axes."""
     dtype = {"lse": "float32", "dbias": operands.bias_dtype}.get(name, operands.dtype)
     got = np.asarray(got, np.float64)
     got = got.reshape((1,) * (4 - got.ndim) + got.shape) if name == "dbias" else got

@@ -1,4 +1,4 @@
-"""A case: Python source that runs alone, and the checks of the names that it leaves."""
+"""A case: Python source that runs alone, and checks of the names that it defines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maxattn import masks as M
 
 
 class Wrong(Exception):
-    """A result that a case may not give; `show` is Python that prints it."""
+    """A wrong result of a case; `show` is Python that prints it."""
 
     def __init__(self, what: str, show: str = "") -> None:
         super().__init__(what)
@@ -29,7 +29,7 @@ class Wrong(Exception):
 
 
 class Machine(NamedTuple):
-    """What cases can use here; one seed draws one case on one machine."""
+    """The devices and packages that cases can use; they and a seed determine a case."""
 
     platform: str
     devices: int
@@ -42,11 +42,11 @@ class Case:
 
     Args:
         source: Python that runs alone after `HEADER`.
-        check: raises `Wrong` if the source left names that it should not leave.
-        refused: the same, after one of maxattn's errors ended the source.
-        never_refused: whether a refusal is a failure too.
-        seconds: of processor time, the most that the source may take.
-        name: `category:seed`, as `make fuzz CASE=` takes it.
+        check: raises `Wrong` if names that the source defined have wrong values.
+        refused: the same, if the source ended with one of maxattn's errors.
+        never_refused: whether such an error is a failure too.
+        seconds: limit of processor time for the source.
+        name: `category:seed`, for `make fuzz CASE=`.
     """
 
     source: str
@@ -58,7 +58,7 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """How a case ended; `kind` is "right", "refused", "failed" or "known"."""
+    """The result of a case; `kind` is "right", "refused", "failed" or "known"."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""Command lines: drawn and mutated words; the status is 0, 1 or 2, and nothing is a traceback."""
+"""Command lines of drawn and mutated words: the status is 0, 1 or 2, without a traceback."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ABSURD = re.compile(r"\b[BTSNKH]=(-\d+|0\b|True|nan)\S*|-\d\S* [KMGT]?i?B\b|\bna
 
 
 def draw(rng: Random, machine: Machine) -> Case:
-    """Draw the words of a command that computes nothing on a device, in any order."""
+    """Draw the words, in any order, of a command that runs nothing on a device."""
     command = rng.choice(["check", "check", "check", "explain", "explain", "convert"])
     config = rng.choice(CONFIGS)
     parts = [[rng.choice(OVERRIDES)] for _ in range(rng.choice([0, 0, 1, 2]))]

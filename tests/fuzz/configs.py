@@ -1,4 +1,4 @@
-"""Configs in YAML, valid and changed: every setting as it is written, or all of it refused."""
+"""Valid and mutated configs in YAML: either all settings are read as written, or none is."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SECTIONS = ("model", "data", "training", "sampling")
 
 
 def draw(rng: Random, machine: Machine) -> Case:
-    """Draw a file with no change, one or several, in its text or in its bytes."""
+    """Draw a file, unchanged or with changes in its text or its bytes."""
     changes = rng.choice([0, 1, 1, 1, 2, 3])
     data = draw_yaml(rng, changes, model=rng.random() < 0.4).encode("utf-8", "surrogatepass")
     if changes and rng.random() < 0.2:
@@ -73,7 +73,7 @@ def draw(rng: Random, machine: Machine) -> Case:
 
 
 def draw_yaml(rng: Random, changes: int, model: bool = False) -> str:
-    """Draw a config; with changes, things in it are wrong, and with `model` it has sections."""
+    """Draw a config; `changes` makes some of it wrong, `model` adds sections."""
     keys = rng.sample(list(VALID), rng.choice([0, 1, 2, 3, 5]))
     lines = [f"{key}: {rng.choice(VALID[key])}" for key in keys]
     if model:
@@ -119,7 +119,7 @@ def _changed(rng: Random, lines: list[str]) -> list[str]:
 
 
 def check_of(data: bytes, is_ours: bool) -> Check:
-    """Return the check of a config that was accepted; of another project's, that it is YAML."""
+    """Return the check of an accepted config; another project's only has to be YAML."""
 
     def check(names: Names) -> None:
         try:
@@ -156,7 +156,7 @@ def _check_keys(pairs: list[tuple[Any, Any]], config: Any) -> None:
 
 
 def _check_value(key: str, written: Any, read: Any) -> None:
-    """Compare one setting with what is written: the same type, and no NaN."""
+    """Compare one setting with the written one: the same type, and no NaN."""
     if isinstance(written, list):
         written, read = tuple(written), tuple(read)
     same = written == read and type(written) is type(read)

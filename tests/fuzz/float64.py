@@ -1,7 +1,7 @@
-"""Attention in float64 from its definition, and how far a computation in a dtype may be from it.
+"""Attention in float64 from its definition, with bounds for the error of a computation in a dtype.
 
-Each bound follows the roundings: of scores (float32 sums of H products), of probabilities and
-their gradients (the dtype's, where a kernel feeds them to a matmul), and of what is returned.
+Each bound follows the roundings: of scores (float32 sums of H products), of probabilities and their
+gradients (in the dtype, if a kernel passes them to a matmul), and of results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Given(NamedTuple):
 
 
 class Bounded(NamedTuple):
-    """The expected numbers, and how far a result may be from each."""
+    """The expected numbers, and the largest allowed error of each."""
 
     want: np.ndarray
     bound: np.ndarray
@@ -62,7 +62,7 @@ class _Soft(NamedTuple):
 
 
 def _softmax(g: Given) -> _Soft:
-    """Return probabilities and lse; float32 keeps less of a query whose scores are large."""
+    """Return probabilities and lse, with larger bounds for queries whose scores are large."""
     bias = np.zeros((1, 1, 1, 1)) if g.bias is None else g.bias
     seen = g.allowed & np.isfinite(bias)
     level = np.where(seen, bias, -np.inf).max(-1, keepdims=True)
@@ -85,7 +85,7 @@ def _softmax(g: Given) -> _Soft:
 
 
 def softmax(x: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return probabilities and lse [..., 1]; a query without keys has zeros for both."""
+    """Return probabilities and lse [..., 1]; for a query without keys both are zeros."""
     any_key = allowed.any(-1, keepdims=True)
     top = np.where(allowed, x, -np.inf).max(-1, keepdims=True)
     top = np.where(any_key, top, 0.0)
@@ -122,7 +122,7 @@ def _backward(g: Given, group: int, soft: _Soft, out: Bounded) -> dict[str, Boun
 
 
 def _product(how: str, a: Any, a_off: Any, b: Any, g: Given, scale: float) -> Bounded:
-    """Multiply, and bound what both the factor's error and the rounding of the result give."""
+    """Multiply, and bound the errors from the factor and from rounding the result."""
     want = np.einsum(how, a, b) * scale
     off = np.einsum(how, a_off, abs(b)) * abs(scale)
     return Bounded(want, off + EPS[g.dtype] * abs(want) + 8 * TINY[g.dtype])
@@ -147,10 +147,8 @@ def compare(name: str, got: Any, expected: Bounded, dtype: str, slack: float) ->
 
     Args:
         name: of the result.
-        got: the numbers.
-        expected: the expected ones.
-        dtype: of the result; numbers beyond its end may be infinite.
-        slack: by which the bounds are multiplied.
+        dtype: of the result; numbers beyond its range may be infinite.
+        slack: factor of the bounds.
     """
     got, (want, bound) = np.asarray(got, np.float64), expected
     if got.shape != want.shape:

@@ -59,7 +59,7 @@ COLUMNS = ("cases", "right", "refused", "known", "failed", "seconds")
 
 
 def fuzz(names: Sequence[str], seed: int, seconds: float, count: int | None) -> Iterator[Outcome]:
-    """Run cases one after the other, and print each failure as a snippet."""
+    """Run cases one after another, and print each failure as a snippet."""
     until, worker = time.monotonic() + seconds, Worker()
     try:
         for number, case in enumerate(_order(names, seed)):
@@ -77,7 +77,7 @@ def fuzz(names: Sequence[str], seed: int, seconds: float, count: int | None) -> 
 
 
 def _order(names: Sequence[str], seed: int) -> Iterator[str]:
-    """Name cases without end, next the category with the fewest cases for its weight."""
+    """Yield names of cases without end, next the category with the fewest cases for its weight."""
     drawn = dict.fromkeys(names, 0)
     while True:
         name = min(names, key=lambda name: (drawn[name] + 0.5) / CATEGORIES[name][1])
@@ -86,7 +86,7 @@ def _order(names: Sequence[str], seed: int) -> Iterator[str]:
 
 
 def draw(name: str, machine: Machine) -> Case:
-    """Draw the case of a name, `category:seed`: on one machine always the same."""
+    """Draw the case of a name, `category:seed`; on one machine it is always the same."""
     category = name.partition(":")[0]
     make, _ = CATEGORIES[category]
     case = make(Random(name), machine)
@@ -97,7 +97,7 @@ def draw(name: str, machine: Machine) -> Case:
 
 
 class Worker:
-    """A process that runs the cases whose names it is sent."""
+    """A process that runs the cases whose names it receives."""
 
     def __init__(self) -> None:
         context = get_context("spawn")
@@ -129,7 +129,7 @@ class Worker:
 
 
 def answer(names: Any) -> None:
-    """Answer each name of a case with its outcome, until the pipe ends."""
+    """Answer each name of a case with its outcome, until the pipe closes."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)  # also what compilers print
     os.dup2(nothing, 2)
@@ -139,7 +139,7 @@ def answer(names: Any) -> None:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Write a line for each category, and one for all."""
+    """Format a line for each category, and one for all."""
     rows: dict[str, Counter[str]] = {}
     for outcome in outcomes:
         row = rows.setdefault(outcome.name.partition(":")[0], Counter())

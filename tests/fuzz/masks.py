@@ -1,6 +1,6 @@
-"""Trees of masks: drawn, written as Python, and evaluated pair by pair in plain numpy.
+"""Trees of masks: drawn, formatted as Python, and evaluated pair by pair in plain numpy.
 
-The meaning of each mask is written a second time, from its page: a function of the positions of
+The meaning of each mask is defined again, from its documentation: a function of the positions of
 queries [T, 1] and keys [1, S] and of the mask's arguments, which returns bool that broadcasts to
 [B, N, T, S].
 """
@@ -51,7 +51,7 @@ class Leaf(NamedTuple):
 
 
 class Node(NamedTuple):
-    """Masks that "&" or "|" joins, or one that "~" negates."""
+    """Masks joined by "&" or "|", or one negated by "~"."""
 
     sign: str
     parts: tuple[Any, ...]
@@ -80,7 +80,7 @@ def _causal(at: Any, key: Any) -> np.ndarray:
 
 
 def _window(at: Any, key: Any, left: int | None, right: int | None) -> np.ndarray:
-    """At most `left` keys back and `right` ahead."""
+    """Allow at most `left` keys back and `right` ahead."""
     far_back = np.zeros(np.broadcast(at, key).shape, bool) if left is None else key < at - left
     far_ahead = np.zeros(far_back.shape, bool) if right is None else key > at + right
     return ~(far_back | far_ahead)
@@ -91,7 +91,7 @@ def _block_causal(at: Any, key: Any, block: int) -> np.ndarray:
 
 
 def _block_window(at: Any, key: Any, block: int, window: int) -> np.ndarray:
-    """The query's own block, and `window - 1` before it."""
+    """Allow the query's own block, and `window - 1` blocks before it."""
     back = np.floor_divide(at, block) - np.floor_divide(key, block)
     return (back >= 0) & (back <= window - 1)
 
@@ -99,7 +99,7 @@ def _block_window(at: Any, key: Any, block: int, window: int) -> np.ndarray:
 def _video(
     at: Any, key: Any, frames: int, tokens: int, size: int, many: int | None, sink: int, alone: bool
 ) -> np.ndarray:
-    """Look both up in a table of the frames that each frame may attend to."""
+    """Look up both frames in a table of the frames that each may attend to."""
     ends = [*range(int(alone), frames, size), frames]
     table = np.zeros((frames, frames), bool)
     for frame in range(frames):
@@ -122,7 +122,7 @@ def _limit(at: Any, key: Any, count: int) -> np.ndarray:
 
 
 def _lengths(at: Any, key: Any, counts: Any) -> np.ndarray:
-    """The first keys of each batch row, [B]."""
+    """Allow the first keys of each batch row; lengths are [B]."""
     each = np.array([int(n) for n in counts], dtype=object).astype(np.float64)
     return np.arange(key.shape[1])[None, None, None, :] < each[:, None, None, None]
 
@@ -132,19 +132,19 @@ def _flags(at: Any, key: Any, real: np.ndarray) -> np.ndarray:
 
 
 def _packed(at: Any, key: Any, *lengths: tuple[int, ...]) -> np.ndarray:
-    """Segments one after the other, of these lengths in queries and in keys."""
+    """Allow pairs within segments of these lengths in queries and in keys."""
     q_ids, kv_ids = (np.repeat(np.arange(len(each)), each) for each in lengths)
     return q_ids[:, None] == kv_ids
 
 
 def _segments(at: Any, key: Any, q_ids: Any, kv_ids: Any) -> np.ndarray:
-    """The keys of the query's own segment; a negative id belongs to none."""
+    """Allow the keys of the query's own segment; a negative id belongs to none."""
     mine, theirs = (np.asarray(x).astype(np.int64) for x in (q_ids, kv_ids))
     return (mine[:, None, :, None] == theirs[:, None, None, :]) & (mine >= 0)[:, None, :, None]
 
 
 def _dense(at: Any, key: Any, table: np.ndarray) -> np.ndarray:
-    """The pairs that are marked, [T, S], [B, T, S] or [B, N, T, S]."""
+    """Allow the marked pairs, [T, S], [B, T, S] or [B, N, T, S]."""
     return table[:, None] if table.ndim == 3 else table
 
 
@@ -165,7 +165,7 @@ SIGNED, UNSIGNED = ("int8", "int16", "int32", "int64"), ("uint8", "uint16", "uin
 
 
 def draw_tree(rng: Random, sizes: Sizes, depth: int = 3, data: bool = True) -> Tree:
-    """Draw a tree of at most `depth` signs above each other; without `data`, of positions alone."""
+    """Draw a tree of at most `depth` nested operators; without `data`, of masks of positions."""
     if depth == 0 or rng.random() < 0.5:
         kinds = [_draw_positions] * 3 + [_draw_limit, _draw_video, _draw_own_blocks]
         kinds += [_draw_rectangles, _draw_packed, lambda *_: Leaf(rng.choice(["Full", "Empty"]))]
@@ -191,7 +191,7 @@ def _draw_positions(rng: Random, sizes: Sizes) -> Leaf:
 
 
 def _draw_own_blocks(rng: Random, sizes: Sizes) -> Leaf:
-    """Draw blocks that attend to themselves alone, and divide the queries."""
+    """Draw blocks that attend only to themselves and divide the queries."""
     fits = [n for n in range(2, sizes.t // 2 + 1) if sizes.t % n == 0]
     return Leaf("BlockSlidingWindow", (rng.choice(fits), 1), 0) if fits else _draw_limit(rng, sizes)
 
@@ -211,14 +211,14 @@ def _draw_rectangles(rng: Random, sizes: Sizes) -> Leaf:
 
 
 def _draw_packed(rng: Random, sizes: Sizes) -> Leaf:
-    """Draw segments of all queries and all keys, some of them empty."""
+    """Draw segments that cover all queries and all keys, some of them empty."""
     cuts = sorted(rng.random() for _ in range(rng.randint(0, 5)))
     both = (np.diff([0, *(int(n * cut) for cut in cuts), n]) for n in (sizes.t, sizes.s))
     return Leaf("Segments.of_lengths", tuple(tuple(lengths.tolist()) for lengths in both))
 
 
 def _draw_video(rng: Random, sizes: Sizes) -> Leaf:
-    """Draw a video whose tokens are the keys, with its queries inside."""
+    """Draw a video whose tokens are the keys and include the queries."""
     if sizes.t > sizes.s:
         return _draw_positions(rng, sizes)
     tokens = rng.choice([n for n in (1, 2, 3, 4, 5, 8, 16, 13) if sizes.s % n == 0])
@@ -255,7 +255,7 @@ def _draw_segments(rng: Random, sizes: Sizes) -> Leaf:
 
 
 def _leaf_of_ids(rng: Random, kind: str, dtype: str, *arrays: str) -> Leaf:
-    """jax has no 64 bits here: arrays of them stay in numpy."""
+    """Draw ids; arrays of 64 bits stay in numpy, because jax has none here."""
     on_device = not dtype.endswith("64") and rng.random() < 0.5
     return Leaf(kind, (), None, arrays, on_device)
 

@@ -1,4 +1,4 @@
-"""The modules, called and differentiated, plain and inside of NNX's transformations."""
+"""The modules, called and differentiated, alone and inside NNX's transformations."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _draw_built(rng: Random, machine: Machine, axes: dict[str, int]) -> Built:
 
 
 def _setup(built: Built, rng: Random, call: str, on_mesh: bool) -> str:
-    """Write the module, its inputs and its call as Python."""
+    """Format the module, its inputs and its call as Python."""
     s, is_joint, image = built.sizes, built.kind == "JointAttention", built.image
     t, other = (s.t - 3, 3) if is_joint else (s.t, s.s)
     seed = rng.randrange(10**6)
@@ -136,7 +136,7 @@ def _setup(built: Built, rng: Random, call: str, on_mesh: bool) -> str:
 
 
 def check_of(built: Built) -> Check:
-    """Return the check of a module's output, and of its gradients along random ways."""
+    """Return the check of a module's output, and of its gradients along random directions."""
     # A module may be off by some roundings after each other, of its largest number.
     loose = (200 if built.dtype == "float32" else 12) * EPS[built.dtype]
 
@@ -153,10 +153,10 @@ def check_of(built: Built) -> Check:
 def compare_layer(
     names: Names, run: Callable[[dict[str, np.ndarray]], np.ndarray], dtype: str, loose: float
 ) -> None:
-    """Compare a layer's output, and its gradients along random ways, with float64.
+    """Compare a layer's output, and its gradients along random directions, with float64.
 
     Args:
-        names: `layer`, the input `x`, the output `out`, its gradient `way`, and `grads` and `dx`.
+        names: `layer`, the input `x`, the output `out`, its cotangent `way`, and `grads` and `dx`.
         run: computes the output from the parameters and x.
         dtype: of the layer.
         loose: the relative error.
@@ -190,11 +190,11 @@ def compare_slope(
     """Compare sum(gradient * ahead) with the difference of the reference.
 
     Args:
-        name: of what was moved.
+        name: of the array that was moved.
         grad: its gradient.
-        ahead: the way along which it was moved.
+        ahead: the direction in which it was moved.
         want: the difference of the reference.
-        way: the gradient of the output.
+        way: the cotangent of the output.
         dtype: of the module.
         loose: its relative error.
     """
@@ -213,7 +213,7 @@ def compare_slope(
 
 
 def reference(built: Built, p: Params, given: Names) -> np.ndarray:
-    """Compute a module of `p["x"]`; of joint attention, picture and text one after the other."""
+    """Compute a module on `p["x"]`; for joint attention on picture and text, concatenated."""
     s, x, text, image = built.sizes, p["x"], given["text"], given["image"]
     allowed = built.tree.allowed(s) if built.tree else np.ones((1, 1, 1, 1), bool)
 
@@ -252,7 +252,7 @@ def linear(p: Params, name: str, x: Any) -> np.ndarray:
 
 
 def _normed(built: Built, p: Params, norm: str, y: np.ndarray, heads: int) -> np.ndarray:
-    """Split channels into heads, [B, T, heads, H], and apply the norm, if there is one."""
+    """Split channels into heads, [B, T, heads, H], and apply the norm if there is one."""
 
     def rms(x: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + built.eps) * p[f"{norm}.scale"]
@@ -272,7 +272,7 @@ def _rotated(built: Built, x: np.ndarray) -> np.ndarray:
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, theta: float, style: str) -> np.ndarray:
-    """Turn pairs of channels of [..., T, N, H] by t * theta ** (-2 i / H), as complex numbers."""
+    """Rotate pairs of channels of [..., T, N, H] by t * theta ** (-2 i / H), as complex numbers."""
     h = x.shape[-1]
     turn = np.exp(1j * positions[:, None] * theta ** (-2 * np.arange(h // 2) / h))[:, None]
     if style == "half":

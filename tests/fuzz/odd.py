@@ -1,6 +1,6 @@
-"""Odd values, texts and bytes changed in one place, and safetensors written and read by hand.
+"""Odd values, texts and bytes mutated in one place, and a small writer and reader of safetensors.
 
-A safetensors file is eight bytes of length, a header in JSON, and numbers.
+A safetensors file is eight bytes of length, a header in JSON, and the numbers.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def mutated_bytes(rng: Random, data: bytes) -> bytes:
 
 
 def pack(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Write a safetensors file."""
+    """Format a safetensors file."""
     return _joined(*_head_and_body(tensors, metadata))
 
 
 def mutated_file(rng: Random, tensors: Mapping[str, np.ndarray], metadata: Any = None) -> bytes:
-    """Write a safetensors file in which the header, or any byte, is wrong."""
+    """Format a safetensors file whose header, or any byte, is wrong."""
     header, body = _head_and_body(tensors, metadata)
     if rng.random() < 0.4:
         return mutated_bytes(rng, _joined(header, body))
@@ -105,7 +105,7 @@ def _joined(header: Any, body: bytes) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return a file's tensors and metadata; it was accepted, so an error is a fault."""
+    """Return the tensors and metadata of a file that maxattn accepted; an error is a fault."""
     try:
         size = int.from_bytes(data[:8], "little")
         header, body = json.loads(data[8 : 8 + size]), data[8 + size :]

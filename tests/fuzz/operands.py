@@ -1,4 +1,4 @@
-"""Drawn operands of attention, as Python: q, k, v, dout, dlse, bias, and odd values in them."""
+"""Drawn operands of attention as Python: q, k, v, dout, dlse, bias, and odd values in them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     seed: int
 
     def text(self) -> str:
-        """Write the operands as Python."""
+        """Format the operands as Python."""
         s = self.sizes
         q, kv = (s.b, s.t, s.n, s.h), (s.b, s.s, s.k, s.h)
         large = LARGEST[self.dtype] if self.values == "large" else 1.0
@@ -63,7 +63,7 @@ class Operands(NamedTuple):
         return "\n".join(lines) + "\n"
 
     def _odd(self) -> list[str]:
-        """Write the values that are not drawn from a normal distribution."""
+        """Format the values that are not drawn from a normal distribution."""
         lines = []
         if self.values == "ties":
             lines.append("k = jnp.broadcast_to(k[:, :1], k.shape)")
@@ -90,7 +90,7 @@ class Operands(NamedTuple):
 
 
 def draw_operands(rng: Random, machine: Machine, sizes: Sizes | None = None) -> Operands:
-    """Draw operands for a machine; sizes that are given are kept."""
+    """Draw operands for a machine, with any given sizes."""
     sizes = sizes or draw_sizes(rng, machine)
     dtypes = ("bfloat16", "float16") if machine.platform == "gpu" else ("float32",) * 2
     dtype = rng.choice([*dtypes, "float32", "bfloat16", "float16"])
@@ -114,7 +114,7 @@ def draw_operands(rng: Random, machine: Machine, sizes: Sizes | None = None) -> 
 
 
 def draw_sizes(rng: Random, machine: Machine) -> Sizes:
-    """Draw sizes: small ones where a CPU computes, and up to 1,500 tokens on a GPU."""
+    """Draw sizes: small ones on a CPU, up to 1,500 tokens on a GPU."""
     lengths = LENGTHS if machine.platform == "cpu" else (*LENGTHS, 256, 384, 777, 1024, 1500)
     t, s = rng.choice(lengths), rng.choice(lengths)
     s = t if rng.random() < 0.4 else s
@@ -123,7 +123,7 @@ def draw_sizes(rng: Random, machine: Machine) -> Sizes:
 
 
 def _ranges(rng: Random) -> Tree:
-    """Hide many short ranges of keys, one after the other."""
+    """Draw a mask that hides many short ranges of keys."""
     ends = [3 * i + 2 for i in range(rng.choice([3, 18, 30]))]
     limits = ((Leaf("KeyLimit", (end,)), Leaf("KeyLimit", (end - 1,))) for end in ends)
     return Node("&", tuple(Node("~", (Node("&", (x, Node("~", (y,)))),)) for x, y in limits))

@@ -1,4 +1,4 @@
-"""Plans for machines that are not here: refused, or made and consistent in what they promise."""
+"""Plans for absent machines: refused, or consistent in what they promise."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def draw(rng: Random, machine: Machine) -> Case:
 
 
 def draw_mesh(rng: Random) -> dict[str, int] | None:
-    """Draw sizes of axes, up to thousands of devices and in few draws absurd ones."""
+    """Draw sizes of axes, up to thousands of devices, sometimes absurd ones."""
     if rng.random() < 0.25:
         return None
     many = [1, 2, 2, 3, 4, 4, 5, 8, 8, 16, 32, 64, 256]
@@ -92,7 +92,7 @@ def draw_sizes(rng: Random, axes: Mapping[str, int]) -> Sizes:
 
 
 def draw_mask(rng: Random, sizes: Sizes) -> str:
-    """Draw a mask that needs no large array."""
+    """Draw a mask without large arrays."""
     if rng.random() < 0.35:
         return "None"
     text = draw_tree(rng, sizes, 2, data=False).text()
@@ -125,7 +125,7 @@ def _require(facts: Mapping[str, bool]) -> None:
 
 
 def _facts(names: Names, words: Words) -> dict[str, bool]:
-    """Return, for each fault that a plan may have, whether it is free of it."""
+    """Return for each possible fault of a plan whether the plan is free of it."""
     plan, call, text = names["plan"], names["call"], names["text"]
     padded = plan.padded_call
     local = plan.context.local_call(padded)
@@ -158,9 +158,9 @@ def _facts(names: Names, words: Words) -> dict[str, bool]:
 
 
 def _check_named(names: Names, words: Words) -> None:
-    """Without a mesh, naming a kernel is refused exactly if the kernel refuses the call.
+    """Check, without a mesh, that naming a kernel raises exactly if the kernel refuses the call.
 
-    A kernel that takes a length takes half of it, if no mask or bias names lengths.
+    A kernel that supports a length supports half of it, if no mask or bias depends on lengths.
     """
     call, target = names["call"], names["target"]
     has_half = words["mask"] == words["bias"] == "None" and min(words["t"], words["s"]) >= 512

@@ -1,7 +1,7 @@
-"""Remedies followed: what a refusal names is set, and the call then runs or fails otherwise.
+"""Follow remedies: after the named setting is set, the call runs or fails differently.
 
-Settings are drawn that a plan or the config refuses. Each way out that a remedy names by a setting
-and a value is taken, and so are those of the refusals after it: none may lead in a circle.
+Settings that a plan or the config refuses are drawn. Each remedy that names a setting and a value
+is followed, and so are those of the errors after it: none may lead in a circle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MORE = ("more devices", "fewer devices", "ids to", "pad ", "another")
 
 
 class Step(NamedTuple):
-    """A refusal on the way, and the state that it refused."""
+    """An error on the way, and the state that it refused."""
 
     state: State
     error: tuple[str, str, str]
@@ -47,10 +47,10 @@ class Step(NamedTuple):
 
 
 def follow(state: State, attempt: Callable[[State], None]) -> list[tuple[Step, ...]]:
-    """Return the circles: ways that end in a refusal which they began with.
+    """Return the circles: remedies that lead back to the error that named them.
 
-    A circle over several refusals is none if another way out of one of them runs, but for that of
-    another kernel or strategy in its place, which `fallback` gives.
+    A circle over several errors does not count if another remedy of one of them runs, unless that
+    only replaces the kernel or the strategy, as `fallback` does.
     """
     circles: list[tuple[Step, ...]] = []
     left: set[tuple[str, str, str]] = set()  # refusals out of which a way leads
@@ -88,7 +88,7 @@ def _leaves(way: tuple[Step, ...], left: set[tuple[str, str, str]]) -> bool:
 
 
 def outcomes_of(remedy: str, setting: str, state: State) -> Iterator[State]:
-    """Return the state after each way out that names a setting, a dtype, a package or a size."""
+    """Return the states after each remedy that names a setting, a dtype, a package or a size."""
     last = setting
     for part in re.split(r"[;,] or (?:set |in Python )?", remedy):
         if any(word in part for word in MORE):
@@ -154,7 +154,7 @@ def plan(state: State) -> None:
 
 
 def overrides(state: State) -> None:
-    """Read settings as a command line gives them."""
+    """Convert settings to command-line overrides."""
     text = {k: str(v).lower() if isinstance(v, bool) else v for k, v in state["settings"].items()}
     ma.AttentionConfig.from_overrides([f"{key}={value}" for key, value in text.items()])
 
@@ -181,7 +181,7 @@ def draw(rng: Random, machine: Machine) -> Case:
 
 
 def _mistyped(rng: Random, settings: dict[str, Any]) -> dict[str, Any]:
-    """Change a key or value as fingers do: drop, double or exchange letters, or another case."""
+    """Misspell a key or value: drop, double or exchange letters, or change case."""
     key = rng.choice(list(settings))
     text = str(rng.choice([key, settings[key]]))
     at = rng.randrange(len(text))
@@ -199,7 +199,7 @@ def _case(how: str, state: State) -> Case:
 
 
 def check(names: Names) -> None:
-    """Raise `Wrong` if a remedy led back to the refusal that named it."""
+    """Raise `Wrong` if a remedy leads back to the error that named it."""
     for way in names["paths"]:
         steps = "\n".join(f"{' '.join(step.error)} -> {step.remedy}" for step in way)
         show = "for step in paths[0]:\n    print(step)"

@@ -1,4 +1,4 @@
-"""Run one case within its time, and name how it ended."""
+"""Run one case within its time limit, and classify the result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ON_CPU = (
 
 
 def run(case: Case) -> Outcome:
-    """Run a case; what it prints and logs is kept from the terminal."""
+    """Run a case without its output and logs on the terminal."""
     start = time.monotonic()
     with _quiet(), _settings_kept():
         kind, what, show = _outcome(case)
@@ -52,7 +52,7 @@ def run(case: Case) -> Outcome:
 
 
 def _outcome(case: Case) -> tuple[str, str, str]:
-    """Return the kind, the fault or the refusal, and Python that shows it."""
+    """Return the kind, the fault or the refusal, and Python that reproduces it."""
     names: Names = {"__name__": "case"}
     try:
         with time_limit(case.seconds):
@@ -89,7 +89,7 @@ def _checked(check: Check, names: Names, kind: str, what: str = "") -> tuple[str
 
 
 def _foreign(error: BaseException) -> str:
-    """Name an error that is not maxattn's, and the last line of maxattn that it came through."""
+    """Describe an error that is not maxattn's, with the last line of maxattn in its traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/maxattn/" in f.filename]
     inside = [f for f in frames if "site-packages" not in f.filename][-1:]
     place = "".join(f" at {f.filename.split('/maxattn/')[-1]}:{f.lineno}" for f in inside)
@@ -97,16 +97,16 @@ def _foreign(error: BaseException) -> str:
 
 
 class TimeIsUp(BaseException):
-    """The end of a case's time, which no `except Exception` on the way may catch."""
+    """Raised when a case's time is up; no `except Exception` catches it."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float, latest: float = LATEST) -> Iterator[None]:
-    """End the code inside after some seconds, as soon as Python gets to run.
+    """Interrupt the code inside after some seconds, as soon as Python code runs.
 
     Args:
-        seconds: of processor time, so that programs beside it do not count.
-        latest: seconds on the clock.
+        seconds: of processor time, so that other programs do not count.
+        latest: seconds of wall time.
     """
     began, used = time.monotonic(), time.process_time()
 
@@ -140,7 +140,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _settings_kept() -> Iterator[None]:
-    """Undo what a case sets in jax.config."""
+    """Restore the values of jax.config that a case changes."""
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     try:
         yield
@@ -163,6 +163,6 @@ def set_up() -> Machine:
 
 
 def describe() -> Machine:
-    """Return what this process has: platform, devices and packages."""
+    """Return the platform, devices and packages of this process."""
     packages = tuple(name for name, _ in installed())
     return Machine(jax.default_backend(), jax.device_count(), packages)

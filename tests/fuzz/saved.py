@@ -1,4 +1,4 @@
-"""What programs leave on a disk: latents, checkpoints and `maxattn tune`'s file, some damaged."""
+"""Files that programs leave on disk: latents, checkpoints and `maxattn tune`'s, some damaged."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ DAMAGES = (
 
 
 def draw_checkpoint(rng: Random, machine: Machine) -> Case:
-    """Draw which file is damaged, where and how."""
+    """Draw the file to damage, the place and the damage."""
     which, at, how = rng.randrange(1000), rng.random(), rng.choice(DAMAGES)
     return Case(CHECKPOINT.format(which=which, at=at, how=how), _check_checkpoint)
 
@@ -182,7 +182,7 @@ def _draw_chunks(rng: Random) -> dict[str, Any]:
 
 
 def _damage(rng: Random, whole: dict[str, Any]) -> None:
-    """Put an odd value into an entry, into its sizes, or into the whole."""
+    """Put an odd value into an entry, into its sizes, or in place of the whole."""
     place, entries = rng.choice(["entry"] * 2 + ["sizes"] * 2 + ["whole"]), whole["measurements"]
     if place == "entry":
         entry = rng.choice([m for m in entries if isinstance(m, dict)])

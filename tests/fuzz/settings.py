@@ -1,4 +1,4 @@
-"""Drawn configs of attention: kernels, meshes, and the settings that they read."""
+"""Drawn configs of attention: kernels, meshes, and the settings that they use."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ OF_STRATEGIES = {
 
 
 def config_text(settings: Mapping[str, Any]) -> str:
-    """Write a config as Python."""
+    """Format a config as Python."""
     words = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     return f"config = ma.AttentionConfig({words})\n"
 
 
 def mesh_text(axes: Axes | None) -> str:
-    """Write the mesh over the first devices, if there is one."""
+    """Format the mesh over the first devices, if there is one."""
     count = prod((axes or {}).values())
     return "" if axes is None else f"mesh = config.make_mesh(jax.devices()[:{count}])\n"
 
 
 def draw_axes(rng: Random, devices: int) -> Axes:
-    """Draw sizes of axes whose product the devices reach; context has most of them."""
+    """Draw sizes of axes with at most the available devices; context is mostly largest."""
     axes: Axes = {}
     for axis in ("context", *rng.sample(AXES, 4)):
         room = devices // prod(axes.values())
@@ -57,7 +57,7 @@ def draw_axes(rng: Random, devices: int) -> Axes:
 
 
 def draw_settings(rng: Random, machine: Machine, axes: Axes | None = None) -> dict[str, Any]:
-    """Draw a kernel that runs here, on a mesh a strategy, and the settings that both read."""
+    """Draw a kernel that runs here, on a mesh also a strategy, and settings of both."""
     kernel = rng.choice(ON_GPU if machine.platform == "gpu" else ON_CPU)
     if kernel == "tokamax_flash" and "tokamax" not in machine.packages:
         kernel = "flash"
@@ -76,7 +76,7 @@ def draw_settings(rng: Random, machine: Machine, axes: Axes | None = None) -> di
 
 
 def draw_some(rng: Random, choices: Mapping[str, Sequence[Any]], chance: float) -> dict[str, Any]:
-    """Draw which settings are given, each by its chance, and their values."""
+    """Draw which settings are set, each with its probability, and their values."""
     return {key: rng.choice(values) for key, values in choices.items() if rng.random() < chance}
 
 

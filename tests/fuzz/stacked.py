@@ -1,4 +1,4 @@
-"""Layers that `nnx.vmap` stacks and `nnx.scan` runs, placed over drawn meshes, against float64."""
+"""Layers stacked by `nnx.vmap` and run by `nnx.scan`, placed over drawn meshes, against float64."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ KERNELS = {"to_q": ("fsdp", "tensor"), "to_out": ("tensor", "fsdp")}
 
 
 def draw(rng: Random, machine: Machine) -> Case:
-    """Draw a layer, how often and along which axis it is stacked, a mesh, and what places it."""
+    """Draw a layer, the sizes and axes of its stack, a mesh, and how parameters are placed."""
     axes = draw_axes(rng, machine.devices)
     axes |= {"fsdp": 2} if "fsdp" not in axes and 2 * np.prod([*axes.values()]) <= 8 else {}
     settings = draw_settings(rng, machine, axes)
@@ -120,14 +120,14 @@ def _draw_built(rng: Random, machine: Machine, axes: dict[str, int]) -> Built:
 
 
 def _check_of(built: Built, stack: tuple[int, ...], axis: int, axes: dict[str, int]) -> Check:
-    """Return the check of shardings, output, and gradients along random ways."""
+    """Return the check of shardings, output, and gradients along random directions."""
     count = int(np.prod(stack))
     loose = (200 if built.dtype == "float32" else 12) * (1 + count) * EPS[built.dtype]
 
     given: Names = {"text": None, "image": None, "bias": None}
 
     def loop(values: dict[str, np.ndarray]) -> np.ndarray:
-        """Run one layer after the other, the first axis of the stack outermost."""
+        """Run the layers in a loop, the first axis of the stack outermost."""
         x = values["x"]
         for i in range(count):
             at = np.unravel_index(i, stack)
@@ -149,7 +149,7 @@ def _taken(value: np.ndarray, at: tuple[np.intp, ...], axis: int) -> np.ndarray:
 
 
 def _check_specs(specs: Names, rank: int, axis: int, axes: dict[str, int]) -> None:
-    """The axes of layers lie on no mesh axis, and those of a layer as without a stack."""
+    """Check that stack axes are not split, and that layer axes are split as without a stack."""
     for name, want in KERNELS.items():
         spec = [*specs[name]["kernel"]]
         spec += [None] * (rank + 2 - len(spec))

@@ -1,4 +1,4 @@
-"""Streams of drawn windows, sinks and positions, beside a video in float64 that keeps all keys."""
+"""Streams with drawn windows, sinks and positions, against a float64 model without a cache."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ class Drawn(NamedTuple):
         return [first, *cut] if first else cut
 
     def seen(self, end: int) -> set[int]:
-        """Return the frames that a block sees whose last frame is `end - 1`."""
+        """Return the frames that a block ending before frame `end` attends to."""
         if self.budget is None or end <= self.budget:
             return {*range(end)}
         return {*range(self.sink), *range(end - self.budget + self.sink, end)}
 
 
 def draw(rng: Random, machine: Machine) -> Case:
-    """Draw a stream, one to three videos, and how they go on as rows of one batch."""
+    """Draw a stream, one to three videos, and how they continue as one batch."""
     axes = rng.choice(AXES) if machine.devices >= 4 and rng.random() < 0.2 else {}
     size, window = rng.choice([1, 2, 3]), rng.choice([None, 1, 2, 3, 4])
     sink = rng.randint(0, (window - 1) * size) if window else 0
@@ -140,7 +140,7 @@ def draw(rng: Random, machine: Machine) -> Case:
 
 
 def _draw_video(rng: Random, drawn: Drawn) -> tuple[list[Frames], list[Frames]]:
-    """Draw the blocks of a video, the first of them in one prefix, and those of a refill."""
+    """Draw the blocks of a video, some of them in one prefix, and those of a refill."""
     count = drawn.alone + drawn.size * rng.randint(1, 3 + 2 * (drawn.window or 1))
     parts = drawn.blocks([*range(count)], drawn.alone)
     if rng.random() < 0.3:
@@ -196,20 +196,20 @@ def simulate(drawn: Drawn, layers: list[Params], clips: np.ndarray) -> list[np.n
 
 
 class Video:
-    """All keys and values that were ever made, by layer and frame."""
+    """All keys and values that were computed, by layer and frame."""
 
     def __init__(self, drawn: Drawn, layers: list[Params]) -> None:
         self.drawn, self.layers = drawn, layers
         self.kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def run(self, frames: Frames, clip: np.ndarray) -> np.ndarray:
-        """Run a block, or the blocks of a prefix one after the other: [tokens, C]."""
+        """Run a block, or the blocks of a prefix one after another: [tokens, C]."""
         alone = self.drawn.alone and frames[0] == 0
         parts = self.drawn.blocks(frames, alone)
         return np.concatenate([self.block(part, clip[part]) for part in parts])
 
     def block(self, frames: Frames, x: np.ndarray) -> np.ndarray:
-        """Write frames [F, tokens, C], and attend to the frames that they see."""
+        """Write frames [F, tokens, C], and attend to their visible frames."""
         d, (f, t, _) = self.drawn, x.shape
         for i, layer in enumerate(self.layers):
             q, k, v = (
@@ -233,6 +233,6 @@ class Video:
         return np.einsum("nts,snh->tnh", softmax(scores, np.ones(scores.shape, bool))[0], v)
 
     def _rotated(self, x: np.ndarray, place: int) -> np.ndarray:
-        """Turn the tokens of a frame [t, N, H] by their positions, as complex numbers."""
+        """Rotate the tokens of a frame [t, N, H] by their positions, as complex numbers."""
         d = self.drawn
         return rotated(x, place * d.tokens + np.arange(d.tokens), d.theta, d.style)

@@ -1,4 +1,4 @@
-"""A fixed draw of every category: nothing but right, refused, or a fault that is known."""
+"""A fixed draw of every category: every case is right, refused, or a known fault."""
 
 from __future__ import annotations
 

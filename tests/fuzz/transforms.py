@@ -1,4 +1,4 @@
-"""Attention inside of JAX's transformations, on one device and on meshes."""
+"""Attention inside JAX's transformations, on one device and on meshes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def draw(rng: Random, machine: Machine) -> Case:
 
 
 def draw_wrapped(rng: Random, machine: Machine) -> Case:
-    """Draw jit, remat and NNX's forms of both, some inside of a mesh that is set."""
+    """Draw jit, remat and NNX's forms of both, some inside a mesh that is set."""
     call, wrapper = draw_small(rng, machine), rng.choice(WRAPPERS)
     policy = rng.choice([*(f"ma.remat_policy({name!r})" for name in POLICIES), DOTS])
     wrapper = wrapper.replace("{policy}", policy).replace("{words}", call.words())
@@ -86,12 +86,12 @@ def draw_wrapped(rng: Random, machine: Machine) -> Case:
 
 
 def draw_step(rng: Random, machine: Machine) -> Case:
-    """Draw a step that donates its operands, or a loss whose results come beside its gradients."""
+    """Draw a step that donates its operands, or a loss with auxiliary outputs."""
     return _case_of(draw_small(rng, machine), rng.choice([DONATED, WITH_VALUE]))
 
 
 def draw_in_shard_map(rng: Random, machine: Machine) -> Case:
-    """Split the batch by the caller's own shard_map; the mask is of positions alone."""
+    """Split the batch with the user's own shard_map; the mask depends on positions only."""
     if machine.devices < 2:
         return draw_wrapped(rng, machine)
     operands = draw_operands(rng, machine, Sizes(2, 16, 16, 2, 2, 8))
@@ -102,7 +102,7 @@ def draw_in_shard_map(rng: Random, machine: Machine) -> Case:
 
 
 def _case_of(call: Call, source: str, check: Check | None = None) -> Case:
-    """Make a case; without `check`, its results are those of the call alone."""
+    """Make a case; without `check`, its results must equal those of the call alone."""
     return Case(call.text() + source, check or check_of(call.operands), seconds=120)
 
 
@@ -112,7 +112,7 @@ MappedAxes = tuple[int | None, ...]
 
 
 def draw_mapped(rng: Random, machine: Machine) -> Case:
-    """Draw a call over two versions of its operands, some of which both share."""
+    """Draw a vmap over two versions of the operands, some of which are shared."""
     call, how = draw_small(rng, machine), rng.choice(MAPS)
     has_bias = call.operands.bias is not None
     axes: MappedAxes = (0, 0, 0, 0 if has_bias else None)
@@ -162,7 +162,7 @@ def _check_of_mapped(operands: Operands, axes: MappedAxes) -> Check:
 
 
 def draw_second(rng: Random, machine: Machine) -> Case:
-    """Draw a second derivative or forward mode in float32: right, or refused by maxattn."""
+    """Draw a second derivative or forward mode in float32, which is right or refused by maxattn."""
     operands = draw_operands(rng, machine, Sizes(1, 7, 8, 2, rng.choice([1, 2]), 8))
     operands = operands._replace(dtype="float32", values="normal", hidden="", bias_dtype="float32")
     call, how = Call(operands, draw_settings(rng, machine)), rng.choice(list(SECOND))

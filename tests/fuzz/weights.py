@@ -1,4 +1,4 @@
-"""Weights and LoRAs in safetensors: loaded as they stand, or refused with nothing changed."""
+"""Weights and LoRAs in safetensors: loaded exactly, or refused without any change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def draw_weights(rng: Random, machine: Machine) -> Case:
 
 
 def _draw_tensors(rng: Random) -> dict[str, np.ndarray]:
-    """Draw the tensors of the model, in few draws with another shape, dtype or odd numbers."""
+    """Draw the model's tensors, rarely with another shape, dtype or odd numbers."""
     numbers = np.random.default_rng(rng.randrange(10**6))
     dtype = rng.choice(["<f4", "<f4", "<f2", "<f8"])
     tensors = {name: numbers.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
@@ -72,7 +72,7 @@ def _draw_tensors(rng: Random) -> dict[str, np.ndarray]:
 
 
 def _draw_index(rng: Random, tensors: dict[str, np.ndarray]) -> dict[str, bytes]:
-    """Spread the tensors over two files, and mutate their index or one of them."""
+    """Split the tensors over two files, and mutate their index or one of them."""
     names = list(tensors)
     parts = {"a.safetensors": names[:2], "b.safetensors": names[2:]}
     where: dict[str, Any] = {name: file for file, part in parts.items() for name in part}
@@ -211,7 +211,7 @@ def _check_of_lora(data: bytes, scale: float) -> Check:
 
 
 def _change(layer: str, scale: float, stored: Any, settings: Any) -> np.ndarray:
-    """Return scale * alpha / rank * B A of one layer, 0 where there is none."""
+    """Return scale * alpha / rank * B A for one layer, 0 if it has no LoRA."""
     a, b = (
         next((stored[n] for name in names if (n := f"{layer}.{name}.weight") in stored), None)
         for names in (("lora_A", "lora.down"), ("lora_B", "lora.up"))

@@ -1,4 +1,4 @@
-"""Two processes save into one folder, some are killed, and a third one reads all the while."""
+"""Two processes save into one folder, some are killed, and a third one reads at the same time."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ START = 2
 
 
 def draw(rng: Random, machine: Machine) -> Case:
-    """Draw what is saved, into how many files by each writer, and which writers are killed when."""
+    """Draw the saved values, the number of files of each writer, and when writers are killed."""
     counts = [rng.choice([5, 12, 25]) for _ in FIRSTS]
     kills = [(rng.randint(1, n), rng.random() * 0.02) if rng.random() < 0.4 else None
              for n in counts]  # fmt: skip
@@ -128,7 +128,7 @@ def _check_of(is_weights: bool, killed: list[bool], lasts: list[int]) -> Check:
 
 
 def _check_weights(names: Names) -> None:
-    """Each read is one save: of each writer none that is earlier than what it had saved before."""
+    """Check that each read is one whole save, no older than its writer's last completed one."""
     newest = [0, 0]
     for before, read in names["reads"]:
         if len(read) != 1:
@@ -151,7 +151,7 @@ def _check_weights(names: Names) -> None:
 
 
 def _check_measurements(names: Names) -> None:
-    """Each read has all that was saved before it, and no number twice."""
+    """Check that each read has all earlier saves, and no number twice."""
     known = {1, START} | {n + d for n in FIRSTS for d in range(50)}
     for before, read in [*names["reads"], (names["saved"], names["after"])]:
         if lost := {int(n) for done in before for n in done} - set(read):

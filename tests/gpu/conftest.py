@@ -1,4 +1,4 @@
-"""Workers that run at once begin with another GPU each: most tests take the first there is."""
+"""Give each parallel worker another first GPU, because most tests use the first one."""
 
 from __future__ import annotations
 

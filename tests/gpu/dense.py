@@ -1,4 +1,4 @@
-"""A dense kernel with the contract of the GPU libraries: what is around them runs on a CPU."""
+"""A dense kernel with the interface of GPU libraries, to test on a CPU the code around them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from maxattn.kernels.softmax import fold_like
 
 @dataclass(frozen=True)
 class DenseLibrary(Fused):
-    """Compute rectangles densely in float32; rows without keys come out as garbage, as they may.
+    """Compute rectangles densely in float32; rows without keys return garbage, as libraries may.
 
-    So does the gradient of a bias where a band hides the pair.
+    So does the gradient of a bias at pairs that a band hides.
     """
 
     name: ClassVar[str] = "dense_library"

@@ -1,8 +1,8 @@
-"""Compile FlashAttention-4's kernels for a GPU that is not there, as maxattn calls them.
+"""Compile FlashAttention-4's kernels for an absent GPU, as maxattn calls them.
 
 Needs fa4-jax, and no GPU or driver. Usage: `CUTE_DSL_ARCH=sm_103a python -m tests.gpu.fa4_child
-[CASE ...]`; prints a JSON line a case: its name, the compiler's message ("" where it compiled) and
-the seconds, or the rule by which maxattn refuses it. A case compiles forward and backward.
+[CASE ...]`. Prints one JSON line per case: its name, the compiler's error message ("" on success)
+and the seconds, or the rule by which maxattn refuses it. A case compiles forward and backward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IDS, FULL = np.zeros((2, LENGTH), np.int32), M.Full()
 
 
 class Hardware:
-    """Answer what the kernels ask the driver for: how many thread blocks run at a time."""
+    """A stand-in for the driver, which the kernels ask how many thread blocks run at once."""
 
     def __init__(self, *_: Any) -> None: ...
 
@@ -48,7 +48,7 @@ class Hardware:
 
 
 class CompileCase(NamedTuple):
-    """Hold what a case asks for, beside two batch rows and four query heads."""
+    """One call to compile, with two batch rows and four query heads."""
 
     mask: M.Mask = FULL
     head_dim: int = 64
@@ -163,7 +163,7 @@ def both_passes(asked: CompileCase, is_ring: bool) -> Any:
 
 
 def compiled(name: str) -> dict[str, Any]:
-    """Compile a case, or say why not."""
+    """Compile a case, or return why maxattn refuses it."""
     asked, start = CASES[name], time.time()
     q = jax.ShapeDtypeStruct((2, asked.queries, 4, asked.head_dim), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, asked.keys, asked.kv_heads, asked.head_dim), jnp.bfloat16)
@@ -178,7 +178,7 @@ def compiled(name: str) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
-    """Compile the named cases, or all that maxattn does not refuse."""
+    """Compile the named cases, by default all that maxattn does not refuse."""
     cutlass.utils.HardwareInfo = Hardware  # type: ignore
     fa4_jax.kernels._device_arch = lambda: ARCH
     for name in names or CASES:

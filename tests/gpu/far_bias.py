@@ -1,4 +1,4 @@
-"""A bias far from 0: calls in half precision, some of whose queries see few keys or none."""
+"""Calls in half precision with a bias far from 0, in which some queries have few keys or none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def drawn(t: int, s: int, h: int, dtype: str) -> tuple[Any, ...]:
 
 
 def judge(got: tuple[Any, ...], x: tuple[Any, ...], within: float) -> None:
-    """Compare the output, the gradients of q, k and v and, if there, that of the bias."""
+    """Compare the output and the gradients of q, k, v and, if there is one, the bias."""
     *qkv, dout, bias = x
     exact = np.asarray(bias, np.float64)
     ok = np.isfinite(exact)

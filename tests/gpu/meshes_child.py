@@ -1,8 +1,8 @@
-"""Compile a pass of Wan 14B for eight H200s that are not there, and list its transfers.
+"""Compile a pass of Wan 14B for eight absent H200s, and list its transfers.
 
 Needs jax's CUDA plugin, and no GPU or driver. Usage: `python -m tests.gpu.meshes_child train
 KEY=VALUE ...`, or `sample`; keys of configs/wan_14b.yml. Prints JSON: the transfers of the program,
-and the collectives of the plans of its attentions.
+and the collectives in the plans of its attentions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FRAMES, WORDS = 21, 512
 
 
 class Pass:
-    """A training step, or one prediction of the velocity, of a config over a mesh of eight."""
+    """A training step, or one prediction of the velocity, with a config on a mesh of eight."""
 
     def __init__(self, words: Sequence[str]) -> None:
         untimed = [f"{name}={value}" for name, value in NO_TIMING.items()]
@@ -58,7 +58,7 @@ class Pass:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
     def model(self) -> nnx.Module:
-        """Return the model without arrays, each with its sharding, LoRA too if it learns."""
+        """Return the model without arrays, with shardings, and with LoRA if that is trained."""
         training = self.settings.training
 
         def build() -> nnx.Module:

@@ -1,8 +1,8 @@
-"""Compile a block of a streaming Wan for an H200 that is not there, and say what it writes.
+"""Compile a block of a streaming Wan for an absent H200, and list the arrays it writes.
 
 Needs jax's CUDA plugin, and no GPU or driver. Usage: `python -m tests.gpu.programs_child scan`, or
-`apart`: prints a JSON list of the instructions that write to memory in the program, each with its
-name, operation, dtype and shape, those of loops' bodies included.
+`apart`. Prints a JSON list of the program's instructions that write to memory, also inside loops,
+each with its name, operation, dtype and shape.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NO_TIMING = {"xla_gpu_autotune_level": 0}  # there is no GPU to time products on
 
 
 def program(scan: bool) -> str:
-    """Compile the program of a block once the window is full."""
+    """Compile the program of a block with a full window."""
     dtype = jnp.bfloat16
     how: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "scan_layers": scan}
     model = nnx.eval_shape(lambda: WanTransformer3D(SIZES, **how, rngs=nnx.Rngs(0)))

@@ -1,4 +1,4 @@
-"""What a GPU test needs: it is skipped, with the reason, where that is missing."""
+"""Requirements of GPU tests, which are skipped with the reason if one is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = {
 
 
 def skip_unless_available(kernel: str, devices: int = 1) -> None:
-    """Skip the test where there is no NVIDIA GPU, too few, or no package of the kernel."""
+    """Skip the test without an NVIDIA GPU, with too few, or without the kernel's package."""
     target = ma.Target.here()
     if target.platform != "gpu":
         pytest.skip(f"needs an NVIDIA GPU, and this is {target.device_kind}")

@@ -1,4 +1,4 @@
-"""The adaptive norm in one kernel on a Hopper GPU, against the same steps in float32."""
+"""The adaptive norm in one kernel on a Hopper GPU, against XLA's steps in float32."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 def one_device() -> Mesh:
-    """Without a mesh, XLA computes the steps on a machine of several devices."""
+    """A mesh of one device; without it, XLA computes the steps if there are several GPUs."""
     return Mesh(np.asarray(jax.devices()[:1]), ("fsdp",))
 
 

@@ -1,4 +1,4 @@
-"""Slices of one example's tokens, which XLA hands to a kernel where they lie: 128 bytes apart."""
+"""Slices of one example's tokens, which XLA passes to a kernel uncopied, aligned to 128 bytes."""
 
 from __future__ import annotations
 

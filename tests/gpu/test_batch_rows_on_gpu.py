@@ -1,4 +1,4 @@
-"""Equal blocks as rows of the batch, in every kernel of a GPU, against float64."""
+"""Masks of equal blocks, computed as batch rows, in every GPU kernel, against float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KERNELS = ("flash", "cudnn", "cudnn_flash_te", "tokamax_flash", "dot_product")
 
 
 class Case(NamedTuple):
-    """Say what is computed: queries, keys, head dim, heads and a mask, of two batch rows."""
+    """Queries, keys, head dim, heads and a mask of a call with two batch rows."""
 
     mask: M.Mask
     t: int

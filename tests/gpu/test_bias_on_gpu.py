@@ -1,6 +1,4 @@
-"""An additive bias on an NVIDIA GPU (`make test-gpu`): output, LSE and every gradient against
-float64, or a refusal by name.
-"""
+"""An additive bias on an NVIDIA GPU (`make test-gpu`): results against float64, or a refusal."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ LEVELS = [0.0, 500.0, 1e4, -1e9, -1e12]
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("differentiated", [True, False])
 def test_rows_far_from_0(kernel: str, level: float, differentiated: bool) -> None:
-    """Some rows lie at the level, some in part, some are -inf, and some the least bfloat16."""
+    """Query rows whose bias is far from 0 in whole or in part, -inf, or the least bfloat16."""
     skip_unless_available(kernel)
     *x, bias = drawn(200, 328, 64, "bfloat16")
     bias = bias.at[:, :, :9].add(level).at[:, :, 9:20, :150].add(level).at[:, :, 20].set(-jnp.inf)

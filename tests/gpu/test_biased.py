@@ -1,5 +1,6 @@
-"""A bias as GPU libraries take it, on a CPU, around a dense library: levels, masks written into it,
-odd lengths, strategies, and its gradient.
+"""A bias in the form that GPU libraries take, on a CPU, with a dense library.
+
+Tests its levels, masks written into it, odd lengths, strategies, and its gradient.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ FIXED = {"heads": "8 of 8", "head_dim": 16, "batch": 2, "dtype": "float32"}
 
 @pytest.fixture(autouse=True)
 def library() -> Iterator[None]:
-    """Let a config name the dense library."""
+    """Let a config name the dense library as its kernel."""
     table.add(table.KernelRow("dense_library", "tests.gpu.dense:DenseLibrary"))
     yield
     table.remove("dense_library")
@@ -93,7 +94,7 @@ def test_strategies(case: dict) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("axes", [(3, 4, 45), (1, 4, 45), (1, 1, 45), (3, 1, 1)])
 def test_a_plan_says_what_is_written(axes: tuple[int, int, int], mask: str) -> None:
-    """Levels and masks of batch rows make an array of each row out of a bias that they share."""
+    """Levels and masks by batch row turn a shared bias into an array with a batch axis."""
     shapes = (3, 45, 4, 16), (3, 130, 4, 16), (*axes, 130)
     q, k, x = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
     given = MASKS[mask](3, 4, 45, 130)
@@ -126,7 +127,7 @@ def with_gradients(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_biases_far_from_0(dtype: str, level: float) -> None:
-    """Of one row every bias is near the level, of one a few are, and one row sees nothing."""
+    """One query row has all biases far from 0, one a few, and one has no key."""
     level = float(np.clip(level, -6e4, 6e4)) if dtype == "float16" else level
     *x, bias = drawn(6, 10, 16, dtype)
     bias = bias.at[:, :, 1].add(level).at[:, :, 2, :3].add(level).at[:, :, 3].set(-jnp.inf)
@@ -159,7 +160,7 @@ def test_mapped(mapped: str) -> None:
 def test_the_gradient_of_a_bias_is_computed_where_it_is_asked_for(
     kernel: str, argnums: tuple[int, ...], asked: bool
 ) -> None:
-    """cuDNN takes B N T S values of memory for it."""
+    """cuDNN needs B N T S numbers of memory for it."""
     q, bias = jnp.ones((2, 64, 4, 64), "bfloat16"), jnp.zeros((2, 4, 64, 64), "bfloat16")
 
     def loss(q: Any, bias: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What `flash` says of each GPU is what fa4-jax itself checks there; no GPU is needed.
+"""The limits of `flash` on each GPU equal those that fa4-jax itself checks; no GPU is needed.
 
-fa4-jax answers for any compute capability that it is asked about. Without fa4-jax, which needs
-Python 3.12, these tests are skipped; its answers then stand in `capabilities.py` alone.
+fa4-jax answers for any compute capability. It needs Python 3.12; without it these tests are
+skipped, and `capabilities.py` is the only source of the limits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def config_of(mask: str) -> Any:
 
 
 def asks(capability: str, call: ma.Call, mask: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Ask fa4-jax for both passes in the shapes that maxattn hands over; "" where it takes both."""
+    """Ask fa4-jax about both passes in the shapes that maxattn passes; "" if it accepts both."""
     kernels, major_minor = library(), capability.split(".")
     monkeypatch.setattr(
         kernels, "_device_arch", lambda: 10 * int(major_minor[0]) + int(major_minor[1])
@@ -84,7 +84,7 @@ def test_head_dims_masks_and_shared_heads(
 def test_the_kernels_of_what_is_taken_can_be_made(
     capability: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their own assertions hold too; the Hopper forward's ask the GPU."""
+    """The kernels' own assertions pass too; those of the Hopper forward need a GPU."""
     kernels, target = library(), target_of(capability)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
     arch = kernels._device_arch()

@@ -1,7 +1,7 @@
-"""FlashAttention-4's own compiler takes what maxattn calls, for GPUs that nobody here has.
+"""FlashAttention-4's own compiler accepts maxattn's calls, also for GPUs that are not here.
 
 The compiler needs fa4-jax and no GPU. MAXATTN_FA4_PYTHON may name the python of another environment
-that has it; `make test-fa4-compile` runs all of it. Compiling is no measurement: nothing ran on
+that has it; `make test-fa4-compile` runs all of it. Compiling is not a measurement: nothing runs on
 these GPUs.
 """
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(PYTHON is None, reason="fa4-jax is not installed
 
 
 def compiled(architecture: str, *cases: str) -> list[dict[str, Any]]:
-    """Return the answers of a child process, case by case."""
+    """Return the results of a child process by case."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "CUTE_DSL_ARCH": architecture}
     env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     words = ["nice", str(PYTHON), "-W", "ignore", "-m", "tests.gpu.fa4_child", *cases]
@@ -39,7 +39,7 @@ def compiled(architecture: str, *cases: str) -> list[dict[str, Any]]:
 
 
 def named_cases() -> list[str]:
-    """Read the names of all cases: their module needs fa4-jax to be imported."""
+    """Return the names of all cases from the source, since importing them needs fa4-jax."""
     source = (ROOT / "tests/gpu/fa4_child.py").read_text(encoding="utf-8")
     return re.findall(r'^    "([^"]+)": CompileCase\(', source, re.MULTILINE)
 
@@ -61,6 +61,6 @@ def test_both_passes_compile(architecture: str) -> None:
 
 @pytest.mark.slow
 def test_the_compiler_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target whose instructions the kernels need more of than it has."""
+    """The kernels need instructions that this target does not have."""
     (answer,) = compiled("sm_100", "full")
     assert answer["message"]

@@ -1,7 +1,7 @@
 """Every way in which maxattn launches FlashAttention-4 on a Hopper GPU, against float64.
 
-The reference runs on the GPU too, since the lengths that make launches differ are long.
-`test_the_cases_cover_every_way` needs no GPU: it asks the launches themselves.
+The reference runs on the GPU too, because launches differ only at large lengths.
+`test_the_cases_cover_every_way` needs no GPU: it looks at the launches themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES = "out", "lse", "dq", "dk", "dv"
 
 
 class Case(NamedTuple):
-    """Hold B, T, S, N, K, H, a mask, the dtype, and the shape of a bias."""
+    """B, T, S, N, K, H, a mask, the dtype, and the shape of a bias."""
 
     sizes: tuple[int, ...]
     mask: M.Mask = M.Full()
@@ -156,7 +156,7 @@ def test_the_cases_cover_every_way() -> None:
 
 
 def exact(x: dict[str, Any], allowed: Any, scale: float) -> dict[str, np.ndarray]:
-    """Return the results in float64, a head of a batch row at a time."""
+    """Return the results in float64, computed head by head and batch row by batch row."""
     group = x["q"].shape[2] // x["k"].shape[2]
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(y, np.float64)) for name, y in x.items()}
@@ -256,7 +256,7 @@ SHARDS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHARDS)
 def test_shards_whose_positions_are_traced(name: str) -> None:
-    """Shards of keys, each with the offsets of its own, add up to the whole."""
+    """Results over shards of keys, each with its own offset, merge to the whole."""
     skip_unless_available("flash")
     (mask, starts), b, t, n, h = SHARDS[name], 2, 1536, 4, 128
     case = Case((b, t, t, n, n, h), mask)
@@ -301,7 +301,7 @@ def test_shards_whose_positions_are_traced(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("h", [64, 128])
 def test_blocks_of_a_ring_add_up_in_place(h: int) -> None:
-    """Two blocks of keys, one of them in two ranges, add to one dQ."""
+    """Two blocks of keys, one of them in two ranges, accumulate into one dQ."""
     skip_unless_available("flash")
     case = Case((2, 1200, 2048, 4, 4, h))
     b, t, s, n, *_ = case.sizes
@@ -329,7 +329,7 @@ def test_blocks_of_a_ring_add_up_in_place(h: int) -> None:
 
 @pytest.mark.gpu
 def test_vmap_over_segments_and_lengths() -> None:
-    """A mapped axis joins the batch: arrays of the mask go with it."""
+    """A mapped axis becomes part of the batch, for the mask's arrays too."""
     skip_unless_available("flash")
     case = Case((2, 700, 700, 4, 4, 64))
     b, t, _, n, _, h = case.sizes

@@ -1,4 +1,4 @@
-"""What is around the GPU libraries, on a CPU: rectangles, merging, lengths, flags, dLSE."""
+"""The code around GPU libraries, on a CPU: rectangles, merging, lengths, flags, dLSE."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AXES = {
 
 
 def legal(case: dict) -> bool:
-    """Between shards, kernels take bands if queries and keys have shards of one length."""
+    """Between shards, kernels need queries and keys in shards of one length for bands."""
     t, s = LENGTHS[case["length"]]
     mask = MASKS[case["mask"]](1, 1, t, s)
     return not case["traced"] or mask is None or fits_shards(sort_terms(mask.bind(t, s)), t, s)
@@ -63,7 +63,7 @@ def test_around_a_dense_library(case: dict) -> None:
 
 
 def test_rectangles_in_64_bit_mode() -> None:
-    """Every shift of traced offsets has results of equal dtypes, those without keys too."""
+    """For traced offsets all branches have results of equal dtypes, also those without keys."""
     case = {name: values[0] for name, values in AXES.items()}
     with jax.enable_x64(True):
         test_around_a_dense_library(case | {"mask": "causal", "traced": True})
@@ -102,7 +102,7 @@ def test_shifts_hold_every_distance_of_shards(band: Band, lengths: tuple[int, in
 
 
 def between(t: int, s: int) -> tuple[Inputs, Rows]:
-    """Return a causal call of t queries and s keys, and what its backward is given."""
+    """Return a causal call of t queries and s keys, and the inputs of its backward."""
     rng = np.random.default_rng(2)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(1, n, 2, 8)), jnp.float32) for n in (t, s, s, t))
     stats = jnp.zeros((1, 2, t))
@@ -128,7 +128,7 @@ def test_traced_offsets_of_unlike_shards_are_refused(t: int, s: int) -> None:
 
 @pytest.mark.parametrize("offset", but([1, 3, -2, 5], [3, -2]))
 def test_any_distance_is_computed_where_it_is_known(offset: int) -> None:
-    """Of traced offsets only whole shards are: others cannot be told apart before the call runs."""
+    """Traced offsets must be multiples of a shard: others cannot be enumerated in advance."""
     kernel, (inputs, _) = DenseLibrary(0.3), between(4, 4)
     ok = np.arange(4)[None] <= np.arange(4)[:, None] + offset
     want = attention64(inputs.q, inputs.k, inputs.v, ok, scale=0.3)

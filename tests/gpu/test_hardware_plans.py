@@ -1,4 +1,4 @@
-"""Plans on each generation of GPUs, made anywhere: what runs, and what is refused."""
+"""Plans for each generation of GPUs, made on any machine: kernels and refusals."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_aiter_is_found_where_jax_has_it(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kernel", ["cudnn", "cudnn_flash_te"])
 def test_cudnn_refuses_one_query_with_one_key(kernel: str) -> None:
-    """cuDNN fails on it when it runs; a longer side is taken."""
+    """cuDNN fails at run time for one query with one key, but not for longer ones."""
     target = ma.Target.named("NVIDIA H200", (*FA4, TE))
     short = replace(WAN, q_len=1, kv_len=1)
     reason = refusal(kernel, short, target)

@@ -1,4 +1,4 @@
-"""FlashAttention-4 and 32 bits: operands may be larger, and the sums of a backward may not."""
+"""FlashAttention-4 and 32-bit indices: operands may exceed them, sums of a backward may not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _plan(batch: int, length: int, head_dim: int, target: ma.Target, **call: Any
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_operands_of_more_than_2_to_the_31_elements_run(target: ma.Target) -> None:
-    """Strides are 64 bits: 2**33 elements are more than 32 bits count."""
+    """Strides have 64 bits; these operands have 2**33 elements."""
     assert _plan(8, 2**20, 128, target).kernel.name == "flash"
     assert _plan(1, 2**23, 128, target).kernel.name == "flash"
 

@@ -1,4 +1,4 @@
-"""Masks as FlashAttention-4 and tokamax take them: bands, intervals, ids allow the same pairs."""
+"""Masks in the forms of FlashAttention-4 and tokamax: bands, intervals and ids agree on pairs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wanted(inputs: Inputs) -> np.ndarray:
 
 
 def inside(pairs: Any) -> Any:
-    """Tell which keys [M, T, S] are in each interval of each query."""
+    """Return which keys [M, T, S] are in each interval of each query."""
     key = np.arange(LONGEST)
     lo, hi = (np.asarray(end)[..., None] for end in (pairs.lo, pairs.hi))
     return np.logical_and(key >= lo, key < hi)
@@ -54,7 +54,7 @@ def in_band(left: int | None, right: int | None, t: int, s: int, move: int = 0) 
 def test_other_gpus_are_given_what_the_mask_allows(
     name: str, length: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A window among queries and keys, and a test of pairs by intervals and ids."""
+    """They get a window over queries and keys, and a test of pairs by intervals and ids."""
     inputs = inputs_of(name, length)
     if not isinstance(split_mask(inputs.mask), SplitMask):
         pytest.skip("not for FlashAttention-4")

@@ -1,4 +1,4 @@
-"""The matrix on an NVIDIA GPU (`make test-gpu`): fused kernels are right, or refuse by name."""
+"""The matrix on an NVIDIA GPU (`make test-gpu`): fused kernels are right, or raise."""
 
 from __future__ import annotations
 

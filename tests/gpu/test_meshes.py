@@ -1,7 +1,7 @@
-"""Context strategies over the GPU kernels, on two and on four GPUs, against float64.
+"""Context strategies with the GPU kernels, on two and on four GPUs, against float64.
 
-A ring cuts hops into full and diagonal; where all is full and no gradient of the LSE is asked for,
-dQ stays in one float32 sum over all hops.
+A ring has full and diagonal hops; if all hops are full and the LSE needs no gradient, dQ stays in
+one float32 sum over all hops.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_two_gpus(case: dict, record_property) -> None:
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_ring(kernel: str, order: str, heads: tuple[int, int], devices: int) -> None:
-    """600 or 1,200 tokens a device, so that halves of a block are no whole tiles."""
+    """With 600 or 1,200 tokens per device, half a block is not a multiple of a tile."""
     skip_unless_available(kernel, devices=devices)
     config = ma.AttentionConfig(
         attention=kernel, context_parallel="ring", ici_context_parallelism=devices

@@ -1,7 +1,7 @@
-"""XLA's program of Wan 14B for eight H200s that nobody here has: what moves, and beside what.
+"""XLA's program of Wan 14B for eight absent H200s: its transfers, and what overlaps with them.
 
-Each transfer is one that the plan of an attention names, or moves a parameter, its gradient or the
-model's edges. Needs jax's CUDA plugin, and no GPU. Compiling is no measurement: nothing ran.
+Each transfer is in the plan of an attention, or moves a parameter, its gradient or the model's
+inputs and outputs. Needs jax's CUDA plugin, and no GPU. Compiling is not a measurement.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compiled(kind: str, data: int, fsdp: int, context: int, strategy: str) -> di
 
 
 def of_attention(transfer: dict[str, Any]) -> bool:
-    """The compiler joins the sums of cross-attention's dK and dV with those of gradients."""
+    """Check whether a transfer is inside attention; psums of dK and dV may merge with gradients'."""
     return "shard_map" in transfer["op_name"] and transfer["kind"] != "psum"
 
 
@@ -87,7 +87,7 @@ def test_kernels_or_products_run_beside_each_hop_of_a_ring(case: tuple[Any, ...]
 
 @pytest.mark.parametrize("case", [c for c in CASES if c[-1] == "ulysses"], ids=str)
 def test_products_run_beside_a_part_of_the_exchanges_of_heads(case: tuple[Any, ...]) -> None:
-    """The exchanges of v and of the output have nothing beside them that waits for neither."""
+    """Nothing independent can overlap with the exchanges of v and of the output."""
     found = list(moved(compiled(*case), inside=True))
     assert sent(t for t in found if t["kernels"]) >= sent(found) / 4
 
@@ -99,5 +99,5 @@ def test_products_run_beside_most_of_what_fsdp_moves(case: tuple[Any, ...]) -> N
 
 
 def sent(found: Iterable[dict[str, Any]]) -> int:
-    """Count the bytes of transfers in all their runs."""
+    """Count the bytes of transfers over all their executions."""
     return sum(t["bytes"] * t["times"] for t in found)

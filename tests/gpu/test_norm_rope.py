@@ -1,6 +1,4 @@
-"""Norm and rotary embedding in one kernel on an NVIDIA GPU, against the same steps of XLA in
-float32.
-"""
+"""Norm and rotary embedding in one kernel on an NVIDIA GPU, against XLA's steps in float32."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def test_against_xla(case: tuple[Any, ...], dtype: str, record_property: Any) ->
 
 
 def same_as_by_xla(run: Any, *of: Any, name: str, limit: float) -> None:
-    """Compare a module's outputs and gradients with those of XLA, which runs no such kernel."""
+    """Compare a module's outputs and gradients with those of XLA's steps."""
 
     def loss(*of: Any) -> Any:
         return sum(jnp.sum(jnp.square(y.astype(jnp.float32))) for y in run(*of))

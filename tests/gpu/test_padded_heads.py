@@ -1,4 +1,4 @@
-"""Values of another head dim than keys in the kernels of libraries, which take one head dim."""
+"""Values with another head dim than keys, in libraries whose kernels have a single head dim."""
 
 from __future__ import annotations
 

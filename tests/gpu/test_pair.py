@@ -1,4 +1,4 @@
-"""A pair of kernels: the forward of one fits the backward of the other."""
+"""Pairs of kernels: one kernel's forward with another's backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for GPUs, made anywhere, as golden files: what runs, what an extra would gain, refusals."""
+"""Plans for GPUs as golden files: kernels, gains from an extra, refusals."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_bias_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", BIASED)
 def test_plans_of_a_bias_warn_of_plain_jax(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning says what keeps the kernels of an NVIDIA GPU out."""
+    """The warning tells why the kernels of an NVIDIA GPU cannot run."""
     decided = replace(BIASED[name](), asked=f"attention: auto ({name})")
     check_golden(f"gpu_bias/{name}", BIASED[name]().explain())
     with caplog.at_level(logging.INFO, "maxattn"):

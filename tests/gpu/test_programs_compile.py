@@ -1,7 +1,7 @@
-"""XLA's program for an H200 that nobody here has copies no weight, no keys and no values.
+"""XLA's program for an absent H200 copies no weights, keys or values.
 
 Needs jax's CUDA plugin, and no GPU; MAXATTN_CUDA_PYTHON may name the python of another environment
-that has it. Compiling is no measurement: nothing ran on the GPU, and no product was timed.
+that has it. Compiling is not a measurement: nothing runs on the GPU, and no matmul is timed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Written = list[dict[str, Any]]
 
 
 def printed(child: str, *words: str) -> Any:
-    """Run a module of tests.gpu where jax's CUDA plugin is, and read the JSON that it prints."""
+    """Run a module of tests.gpu in the environment with jax's CUDA plugin; return its JSON."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     env |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     command = ["nice", str(PYTHON), "-W", "ignore", "-m", f"tests.gpu.{child}", *words]
@@ -44,12 +44,12 @@ def printed(child: str, *words: str) -> Any:
 
 @cache
 def written(layers: str) -> Written:
-    """List what the program of a block writes; "scan" has scanned layers and XLA's own options."""
+    """List the arrays that a block's program writes; "scan" has scanned layers and default options."""
     return printed("programs_child", layers)
 
 
 def moved(found: Written) -> list[list[int]]:
-    """Return the shapes of what is only moved, where they are no smaller than a matrix."""
+    """Return the shapes of arrays that are only moved, and are at least as large as a matrix."""
     kinds = ("slice", "concatenate", "copy")
     large = [x for x in found if math.prod(x["shape"]) >= WIDTH**2 and x["dtype"] == "bf16"]
     named = [x for x in large if any(k in x["name"] for k in kinds) and "update" not in x["name"]]
@@ -57,7 +57,7 @@ def moved(found: Written) -> list[list[int]]:
 
 
 def passes(found: Written, width: int, dtype: str = "bf16") -> int:
-    """Count the fusions that write so many channels of every token."""
+    """Count the fusions that write `channels` numbers for every token."""
     shapes = [TOKENS, width], [1, TOKENS, width]
     kind = [x for x in found if x["operation"] == "fusion" and "gemm" not in x["name"]]
     return sum(x["shape"] in shapes and x["dtype"] == dtype for x in kind)

@@ -44,7 +44,7 @@ def test_many_rectangles(name: str) -> None:
 
 
 def test_forward_mode_of_a_module() -> None:
-    """Its tangent t = J x and its gradient agree: |t|^2 is the product of J^T t and x."""
+    """The tangent t = J x and the gradient agree if |t|^2 is the inner product of J^T t and x."""
     config = ma.AttentionConfig(attention="dot_product")
     sizes = {"heads": 2, "dim_head": 64, "qk_norm": "rms_norm", "bias": True}
     attn = ma.FlaxAttention(128, **sizes, config=config, dtype="bfloat16", rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Calls that follow each other give the same numbers: a race between threads shows as others."""
+"""Repeated calls give equal numbers, which a race between threads would change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDING = 2**-7  # of the largest entry: gradients that are added up in no fixe
 
 
 class Case(NamedTuple):
-    """What is computed: a mask, the number of keys, of key heads, and the head dim."""
+    """A mask, the number of keys, of key heads, and the head dim."""
 
     mask: M.Mask = M.Full()
     keys: int = QUERIES
@@ -44,9 +44,7 @@ CASES = {
 
 
 def most_apart(case: Case, config: ma.AttentionConfig) -> dict[str, float]:
-    """Return how far out, dq, dk and dv of later calls are from the first, relative to the largest
-    entry.
-    """
+    """Return the largest relative difference of later results from the first call's."""
     rng = np.random.default_rng(7)
     sizes = (QUERIES, 4), (case.keys, case.kv_heads), (case.keys, case.kv_heads), (QUERIES, 4)
     x = tuple(jnp.asarray(rng.normal(size=(1, *size, case.head_dim)), "bfloat16") for size in sizes)

@@ -1,4 +1,4 @@
-"""A scan over layers whose backward keeps attention's results runs each forward once."""
+"""If the backward of a scan over layers saves attention's results, each forward runs once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A rollout on an NVIDIA GPU: FlashAttention-4 over the cache and under the teacher-forcing mask
-against float32, and compiled programs that leave the cache where it is.
+"""A rollout on an NVIDIA GPU: FlashAttention-4 over the cache, and programs that do not copy it.
+
+Results with the cache and under the teacher-forcing mask are compared with float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`maxattn tune` on an NVIDIA GPU: the real command, and plans by what it kept."""
+"""`maxattn tune` on an NVIDIA GPU: the real command, and plans from its results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_plan_takes_what_was_fastest_here(text, tmp_path, monkeypatch, capsys)
 
 
 def _check_result(shape, lengths) -> None:
-    """Compare attention by the plan that was tuned with float64."""
+    """Compare attention with the tuned plan with float64."""
     sizes = shape.batch, shape.q_len, shape.kv_len, shape.heads, shape.heads, shape.head_dim
     drawn = draw_operands(*sizes)
     q, k, v = (jnp.asarray(drawn[x], "bfloat16") for x in "qkv")

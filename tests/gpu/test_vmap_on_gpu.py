@@ -1,4 +1,4 @@
-"""`vmap` over calls of the GPU libraries: some operands mapped and others not, and lengths."""
+"""`vmap` over calls of the GPU libraries, with some operands mapped, and with lengths."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_vmap_in_a_users_shard_map(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_vmap_over_segments(kernel: str) -> None:
-    """Segment ids that are mapped: `flash` tests pairs, the others refuse by name."""
+    """With mapped segment ids `flash` tests pairs, and the others raise."""
     skip_unless_available(kernel)
     if kernel != "flash":
         pytest.skip(f"{kernel} refuses segments")

@@ -79,7 +79,7 @@ def test_differences_of_lightx2v_are_added() -> None:
 
 @pytest.mark.parametrize("style", ["comfy", "musubi", "diffusers"])
 def test_image_to_video_lora_without_image_keys(style: str) -> None:
-    """After the remedy for missing image keys, the rest is merged, and skipped layers are listed."""
+    """After the remedy for missing image keys, the rest is merged and skipped layers are listed."""
     video = filled(nnx.eval_shape(lambda: WanTransformer3D(Sizes(**made.MODEL), rngs=nnx.Rngs(0))))
     before = weights.to_diffusers(video)
     names = ("attn1.to_q", "attn2.to_k", "attn2.add_k_proj", "attn2.add_v_proj")
