@@ -245,7 +245,7 @@ def test_flax_attention_that_is_stacked_and_swapped() -> None:
         )
 
     layers = stacked(make, LAYERS)(nnx.Rngs(0))
-    want = run(layers, jnp.asarray(X))
+    want = nnx.jit(run)(layers, X)
     ma.swap(layers, CONFIG)
     place(layers, mesh_of())
     assert spec(layers.query.kernel) == P(None, "fsdp", "tensor", None)
@@ -283,9 +283,7 @@ def in_float64() -> list[np.ndarray]:
 
     with jax.enable_x64(True):
         one, exact = layer(nnx.Rngs(0)), (params, X.astype(np.float64))
-        answer = jax.value_and_grad(loop, argnums=(0, 1), has_aux=True)(
-            *jax.tree.map(jnp.asarray, exact)
-        )
+        answer = jax.jit(jax.value_and_grad(loop, argnums=(0, 1), has_aux=True))(*exact)
         return [np.asarray(x) for x in jax.tree.leaves(answer)]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from maxattn import masks as M
 from maxattn.kernels.base import Inputs
 from maxattn.kernels.fa4 import lists
-from maxattn.kernels.fa4.lists import Lists, masked_inputs
+from maxattn.kernels.fa4.lists import Lists, Masked, masked_inputs
 from maxattn.kernels.fa4.problem import of_inputs
 from maxattn.kernels.fa4.tiles import Tile
 from tests.waiting import but
@@ -44,16 +46,30 @@ def named(found: Lists, row: int, batch: int = 0) -> tuple[list[int], list[int]]
     return mixed, full
 
 
+def in_one_program(inputs: Inputs, tile: Tile, by: str) -> tuple[Masked, tuple[Lists, Any]]:
+    """Return what a pass is given, as traced, and its lists and arrays as computed."""
+    problem, traced = of_inputs(inputs, 132), []
+    at = inputs.q_offset, inputs.kv_offset
+
+    def compute(at: Any) -> Any:
+        given = replace(inputs, q_offset=at[0], kv_offset=at[1])
+        traced.append(masked_inputs(problem, tile, given, by))
+        return traced[0].lists.array, traced[0].arrays
+
+    is_traced = isinstance(at[0], jax.Array)
+    array, arrays = jax.jit(compute)(at) if is_traced else jax.jit(lambda: compute(at))()
+    lists = traced[0].lists._replace(array=array)
+    return traced[0], (lists, tuple(map(np.asarray, arrays)))
+
+
 def pairs_of(inputs: Inputs, tile: Tile, by: str) -> np.ndarray:
     """Go through the lists as a kernel does: how often each pair is visited and kept."""
-    problem = of_inputs(inputs, 132)
-    given = masked_inputs(problem, tile, inputs, by)
-    assert given.lists is not None and given.test is not None
-    test, arrays = given.test, tuple(map(np.asarray, given.arrays))
-    found = np.zeros((2, 300 + 256, 300 + 256), int)
-    rows = given.lists.array.shape[0 if given.lists.is_ranges else -2]
+    given, (lists, arrays) = in_one_program(inputs, tile, by)
+    test, found = given.test, np.zeros((2, 300 + 256, 300 + 256), int)
+    assert test is not None
+    rows = lists.array.shape[0 if lists.is_ranges else -2]
     for batch, row in np.ndindex(2, rows):
-        for kind, tiles in enumerate(named(given.lists, row, batch)):
+        for kind, tiles in enumerate(named(lists, row, batch)):
             for other in tiles:
                 place = (row, other) if by == "queries" else (other, row)
                 q, k = (i * n + np.arange(n) for i, n in zip(place, tile, strict=True))
@@ -101,7 +117,7 @@ def test_a_tile_that_holds_more_than_keys_is_mixed_for_a_backward() -> None:
 @pytest.mark.parametrize("columns", [7, 32, 100, 3000])
 def test_lists_made_on_the_device_name_the_chosen_columns(columns: int) -> None:
     kinds = RNG.integers(0, 3, (2, 3, columns)).astype(np.int8)
-    found = lists.traced(jnp.asarray(kinds))
+    found = jax.jit(lists.traced)(kinds)
     for batch, row in np.ndindex(2, 3):
         mixed, full = named(found, row, batch)
         assert mixed == np.flatnonzero(kinds[batch, row] == M.MIXED).tolist()
