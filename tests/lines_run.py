@@ -1,4 +1,4 @@
-"""The work of a call, counted: what must not be slow is bounded by this, never by seconds."""
+"""Bound the work of a call by counting lines, because times vary."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PACKAGE = str(Path(__file__).parents[1] / "maxattn")
 
 
 def lines_run(call: Callable[[], Any], most: int) -> int:
-    """Count the lines of maxattn that a call runs, loops as often as they go round.
+    """Count the lines of maxattn that a call executes, with repetitions in loops.
 
-    It fails as soon as there are more than `most`.
+    Fails as soon as there are more than `most`.
     """
     lines = count(1)
 

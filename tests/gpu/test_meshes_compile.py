@@ -50,7 +50,7 @@ def compiled(kind: str, data: int, fsdp: int, context: int, strategy: str) -> di
 
 
 def of_attention(transfer: dict[str, Any]) -> bool:
-    """Check whether a transfer is inside attention; psums of dK and dV may merge with gradients'."""
+    """Check whether a transfer is inside attention; psums may merge with those of gradients."""
     return "shard_map" in transfer["op_name"] and transfer["kind"] != "psum"
 
 

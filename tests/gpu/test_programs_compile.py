@@ -44,7 +44,7 @@ def printed(child: str, *words: str) -> Any:
 
 @cache
 def written(layers: str) -> Written:
-    """List the arrays that a block's program writes; "scan" has scanned layers and default options."""
+    """List the arrays that a block's program writes; "scan" has scanned layers, default options."""
     return printed("programs_child", layers)
 
 

@@ -1,4 +1,4 @@
-"""Calls under `vmap`, some operands mapped and others not, and what each example is to give."""
+"""Calls under `vmap` with some operands mapped, and the expected results of each example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Axes = tuple[int | None, ...]
 
 
 class Mapped(NamedTuple):
-    """The sizes of an example, and how far its results may be from float64."""
+    """The sizes of an example, and the tolerance of its results against float64."""
 
     b: int
     t: int
@@ -28,7 +28,7 @@ class Mapped(NamedTuple):
     within: float = 2e-5
 
     def drawn(self, axes: Axes, many: tuple[int, ...]) -> list[Any]:
-        """Draw q, k, v, lengths and dout; `many` examples along the first four's `axes`."""
+        """Draw q, k, v, lengths and dout; `many` examples along `axes` for the first four."""
         rng, (b, t, s, n, k, h, *_) = np.random.default_rng(5), self
         made = []
         for shape, axis in zip(
@@ -51,19 +51,19 @@ class Mapped(NamedTuple):
         compare((out, None, *grads), self.wanted(x, pairs), self.within)
 
     def real(self, lengths: Any) -> np.ndarray:
-        """Return which keys are real, [B, 1, 1, S]."""
+        """Return which keys are not padding, [B, 1, 1, S]."""
         return np.arange(self.s) < np.asarray(lengths)[:, None, None, None]
 
 
 def one_of(x: list[Any], axes: Axes, *at: int) -> list[Any]:
-    """Take an example from mapped operands, the last of which is mapped along axis 0."""
+    """Return one example of mapped operands; the last is mapped along axis 0."""
     for i in at:
         x = [y if a is None else jnp.take(y, i, a) for y, a in zip(x, (*axes[:4], 0), strict=True)]
     return x
 
 
 def step(attend: Any) -> Any:
-    """Return a function of q, k, v, lengths and dout: the output and the gradients."""
+    """Return a function of q, k, v, lengths and dout that gives the output and the gradients."""
 
     def both(q: Any, k: Any, v: Any, ends: Any, dout: Any) -> Any:
         out, pull = jax.vjp(lambda *x: attend(*x, ends), q, k, v)

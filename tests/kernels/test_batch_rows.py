@@ -1,5 +1,7 @@
-"""Equal blocks that see themselves alone, computed as rows of the batch: against float64 on one
-device and on meshes, which calls are, what a plan says, and that masked pairs are not computed.
+"""Masks of equal blocks that attend only to themselves, computed as batch rows.
+
+Results against float64 on one device and on meshes, the calls that qualify, plans, and that masked
+pairs are not computed.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def test_against_float64(kernel: str, name: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["dot_product", "flash"])
 def test_values_of_another_head_dim(kernel: str) -> None:
-    """Kernels of one head dim pad the heads of rows."""
+    """Kernels with a single head dim pad the heads."""
     mask, config = CASES["window"][0], KERNELS[kernel]
     call = partial(ma.attention, mask=mask, config=config, return_lse=True)
     judge_call(call, arrays(v=12), mask)
@@ -82,7 +84,7 @@ def test_values_of_another_head_dim(kernel: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ring", "all_gather", "ulysses_ring"])
 def test_on_a_mesh(strategy: str) -> None:
-    """Ulysses has whole sequences, and computes rows; elsewhere a block may lie on two devices."""
+    """Ulysses has whole sequences, and computes batch rows; elsewhere a shard may cut a block."""
     mask = SEGMENTS & M.Causal()
     x = arrays(k=4)
     config = ma.AttentionConfig(
@@ -98,7 +100,7 @@ def test_on_a_mesh(strategy: str) -> None:
 
 
 def test_second_derivatives() -> None:
-    """Plain JAX is differentiated twice through the rows as without them."""
+    """Plain JAX has equal second derivatives with and without batch rows."""
     x = arrays()
     dense = np.asarray(SEGMENTS.bind(T, T).allowed(np.arange(T), np.arange(T)))
 
@@ -122,7 +124,7 @@ def test_vmap() -> None:
 
 
 def test_pairs_that_the_mask_forbids_are_not_computed() -> None:
-    """The scores are those of the blocks alone."""
+    """The program has scores only within blocks."""
     x = jax.ShapeDtypeStruct((1, 1024, 2, 16), jnp.float32)
 
     def flops(mask: M.Mask) -> float:
@@ -138,7 +140,7 @@ def test_pairs_that_the_mask_forbids_are_not_computed() -> None:
 
 
 def test_calls_that_stay_as_they_are() -> None:
-    """With a bias, and on a device whose share of the sequence stands anywhere in it."""
+    """A bias, and shards with traced positions, prevent batch rows."""
     x = jnp.ones((2, T, 4, 8))
     call = ma.Call.of(x, x, SEGMENTS)
     assert as_batch_rows(call).shape_text == "B=8 T=S=24 N=4 H=8 f32"
@@ -158,7 +160,7 @@ def test_calls_that_stay_as_they_are() -> None:
 def test_blocks_that_fill_tiles_are_rows(
     kernel: str, platform: Any, tokens: int, as_rows: bool
 ) -> None:
-    """A tile has room for several short blocks, and a TPU's rows would be padded to tiles."""
+    """Several short blocks fit into one tile, and on a TPU batch rows would be padded to tiles."""
     mask = M.Segments.of_lengths((tokens,) * 8).bind(8 * tokens, 8 * tokens)
     call = ma.Call(1, 8 * tokens, 8 * tokens, 4, 4, 64, "bfloat16", mask)
     assert (computed_call(kernel, call, platform) is not call) is as_rows
@@ -166,7 +168,7 @@ def test_blocks_that_fill_tiles_are_rows(
 
 @pytest.mark.parametrize("kernel", ["cudnn", "cudnn_flash_te", "flash", "tokamax_flash"])
 def test_kernels_of_a_gpu_take_blocks_as_rows(kernel: str) -> None:
-    """cuDNN knows no such mask, and need not."""
+    """cuDNN does not support such a mask, but needs none for batch rows."""
     plan = ma.plan(PACKED, ma.AttentionConfig(attention=kernel), target=H200)
     assert plan.kernel.name == kernel and isinstance(plan.kernel, BatchRows)
     assert "8 blocks of 1024 tokens as rows of the batch" in plan.explain()
@@ -181,7 +183,7 @@ def test_auto_takes_of_blocks_what_it_takes_of_rows() -> None:
 
 
 def test_the_scores_of_rows_are_counted() -> None:
-    """Where plain JAX is timed, fills memory or is advised against."""
+    """They count in the time and memory of plain JAX, and in its warning."""
     mask = M.BlockSlidingWindow(16, 1)
     call = ma.Call(1, 32768, 32768, 12, 12, 128, "bfloat16", mask)
     rows = ma.Call(2048, 16, 16, 12, 12, 128, "bfloat16")

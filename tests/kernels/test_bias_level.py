@@ -1,5 +1,6 @@
-"""Rows of a bias far from 0, as padding written as -1e9: the softmax, its gradients and a ring's
-sums stay right, whatever bias hidden keys have.
+"""Query rows with a bias far from 0, such as padding written as -1e9.
+
+The softmax, its gradients and a ring's sums stay right, whatever bias hidden keys have.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ CONFIGS: dict[str, Config] = {
 
 
 def attention(config: str) -> Any:
-    """Return `ma.attention` with the LSE, under a config and on its mesh."""
+    """Return `ma.attention` with the LSE, with a config on its mesh."""
     chosen = ma.AttentionConfig(ici_data_parallelism=1, fallback="allow", **CONFIGS[config])
     sizes = chosen.ici_context_parallelism, chosen.ici_fsdp_parallelism
     devices = int(np.prod([*sizes, chosen.ici_tensor_parallelism]))
@@ -81,7 +82,7 @@ def draw(t: int, s: int, kv_heads: int, seed: int = 0) -> tuple[jax.Array, ...]:
 
 
 def exact(q: Any, k: Any, v: Any, bias: Any, mask: M.Mask | None, dout: Any, dlse: Any) -> Answer:
-    """Compute in float64, which has no digits of a score left beside 3e38 either."""
+    """Compute in float64; beside a bias of 3e38 it has no digits of a score left either."""
     t, s = q.shape[1], k.shape[1]
     bound = M.Full() if mask is None else mask.bind(t, s)
     bias = np.broadcast_to(np.asarray(bias, np.float64), (B, N, t, s))
@@ -95,7 +96,7 @@ def exact(q: Any, k: Any, v: Any, bias: Any, mask: M.Mask | None, dout: Any, dls
 
 @cache
 def program(config: str) -> Any:
-    """Make the program of output, LSE and gradients: of biases alike in shape it is the same."""
+    """Make the program of output, LSE and gradients, the same for all biases of one shape."""
     f = attention(config)
 
     @jax.jit
@@ -149,7 +150,7 @@ LEFT = product((-1e9, -1e3, 3.4e38), CONFIGS)
     ("size", "config"), but(LEFT, lambda case: case[0] == -1e9 or case[1] == PLAIN[2])
 )
 def test_padding_on_the_left_of_a_causal_call(size: float, config: str) -> None:
-    """Its queries see no key without the large bias."""
+    """The first queries have no key without the large bias."""
     bias = np.where(np.arange(S) < 7, size, 0.0).astype(np.float32)
     check(config, bias.reshape(1, 1, 1, S), M.Causal())
 
@@ -232,7 +233,7 @@ def test_no_square_is_made_to_find_the_levels() -> None:
 
 
 def test_a_bias_of_all_pairs_is_compared_in_one_step() -> None:
-    """The steps would follow each other, and each reads a small part of the bias."""
+    """Sequential steps would each read only a small part of the bias."""
     bias = jax.ShapeDtypeStruct((2, 10, 2**12, 2**12), "bfloat16")
     made = jax.make_jaxpr(partial(bias_level.bias_level, mask=M.Full(), q_len=2**12))(bias)
     assert "scan" not in str(made)
@@ -271,9 +272,7 @@ def test_second_derivatives_of_the_dense_kernel(mask: str, shape: str) -> None:
 
 
 def test_a_text_that_is_all_padding_teaches_as_any_other() -> None:
-    """Every key of the row has the same bias: it says nothing, and neither do the gradients of the
-    weights.
-    """
+    """If all keys of a query have the same bias, results and gradients equal those without it."""
     module = ma.CrossAttention(32, 24, heads=4, dim_head=8, rngs=nnx.Rngs(0))
     x, text = (
         jax.random.normal(jax.random.key(i), shape)

@@ -1,4 +1,4 @@
-"""The backward of the TPU kernels where a device has two cores: heads become rows of the batch."""
+"""The backward of the TPU kernels on devices with two cores: heads become batch rows."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def test_two_cores_give_the_gradients_of_one(name: str, case: tuple[int, int, in
     [("v5p", 1, 8, 2), ("v4", 3, 8, 6), ("v5p", 2, 8, 2), ("v5p", 1, 3, None), ("v6e", 1, 8, None)],
 )
 def test_each_core_has_rows(kind, batch, heads, rows):
-    """The batch is the first axis of the backward's grids, and the only one that cores share.
+    """The batch is the first axis of the backward's grids, and the only one split over cores.
 
-    Where it is one row the grid has no such axis, but heads, queries and keys.
+    With one batch row the grid has no such axis, but heads, queries and keys.
     """
     x = jax.ShapeDtypeStruct((batch, 1024, heads, 128), "bfloat16")
 

@@ -1,5 +1,6 @@
-"""Cross-attention to texts of every length that the models have: forward and gradients. That TPUs'
-compiler takes them is in tests/block_sizes/test_compiles.py.
+"""Cross-attention to texts of every length that models use: forward and gradients.
+
+tests/block_sizes/test_compiles.py tests that the TPU compiler accepts them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FEW = [*(("flash", n) for n in (1, 333, 1300)), ("tokamax_flash", 1300)]
     ("kernel", "length"), but(product(("flash", "tokamax_flash"), LENGTHS), FEW)
 )
 def test_forward_and_gradients(kernel: str, length: int) -> None:
-    """77 queries of a text of `length` tokens; the second batch row has two thirds of them."""
+    """77 queries and a text of `length` tokens; the second batch row has two thirds of them."""
     if kernel == "tokamax_flash":
         pytest.importorskip("tokamax")
     lengths = np.array([length, -(-2 * length // 3)], np.int32)

@@ -71,7 +71,7 @@ def operands(batch: int = BATCH, t: int = T, s: int = S) -> tuple[Any, ...]:
 
 
 def gradients(mask: M.Mask, *x: Any, bias: Any = None, **settings: Any) -> tuple[Any, ...]:
-    """Return the output, and the gradients of q, k, v and bias, under a weight of the output."""
+    """Return the output, and the gradients of q, k, v and bias for a weighted sum of it."""
     *qkv, weight = x
 
     def loss(qkv: Any, bias: Any) -> tuple[Any, Any]:
@@ -89,7 +89,7 @@ def judge(found: tuple[Any, ...], mask: M.Mask, *x: Any, bias: Any = None) -> No
 
 
 def tile_by_tile(table: np.ndarray, block: int = CHUNK) -> tuple[np.ndarray, np.ndarray]:
-    """Say of each tile of a table [B, T, S] whether some pair of it is allowed, and all are."""
+    """Return for each tile of a table [B, T, S] whether any pair, and whether all are allowed."""
     rows, columns = (range(0, n, block) for n in table.shape[1:])
     cut = [[table[:, i : i + block, j : j + block] for j in columns] for i in rows]
     some = np.array([[tile.any() for tile in row] for row in cut])
@@ -97,7 +97,7 @@ def tile_by_tile(table: np.ndarray, block: int = CHUNK) -> tuple[np.ndarray, np.
 
 
 def listed(mask: M.Mask) -> tuple[np.ndarray, np.ndarray]:
-    """Say which chunks are visited, and which of them are tested."""
+    """Return which chunks are visited, and in which of them pairs are tested."""
     lists = jax.jit(lambda m: visits(m, CHUNK, CHUNK, T, S))(mask.bind(T, S))
     rows, columns = -(-T // CHUNK), -(-S // CHUNK)
     found = np.zeros((2, rows, columns), bool)
@@ -143,7 +143,7 @@ def test_a_bias_that_batch_rows_share() -> None:
 
 @pytest.mark.parametrize("name", ["rows of keys that are padding", "lengths", "flags"])
 def test_what_one_batch_row_leaves_empty_is_not_read(name: str) -> None:
-    """NaN in keys that a row may skip would spoil its output: 0 * NaN is NaN."""
+    """NaN in keys that a batch row should skip would spoil its output: 0 * NaN is NaN."""
     q, k, v, _ = operands()
     some = [tile_by_tile(row[None])[0].any(axis=0) for row in allowed(MASKS[name])]
     hidden = ~np.repeat(np.stack(some), CHUNK, axis=1)[:, :S]
@@ -190,7 +190,7 @@ def test_under_remat_and_scan() -> None:
 
 
 def test_under_vmap_of_arrays_and_masks() -> None:
-    """Each example has ids of its own, and a batch of one."""
+    """Each example has its own ids, and a batch of one."""
     x = tuple(y[:, None] for y in operands())
     q_ids, kv_ids = (jnp.asarray(ids)[:, None] for ids in (SORTED.q_ids, SORTED.kv_ids))
 
@@ -210,7 +210,7 @@ RINGS = [("causal & lengths", "ring")]
 
 @pytest.mark.parametrize(("name", "strategy"), but(ON_MESHES, RINGS))
 def test_on_a_mesh(name: str, strategy: str) -> None:
-    """Two devices of the batch by two of the sequence."""
+    """Two devices for the batch by two for the sequence."""
     axes = {"ici_data_parallelism": 2, "ici_context_parallelism": 2}
     config = CONFIG.replace(context_parallel=strategy, query_chunk_size=5, key_chunk_size=4, **axes)
     mask, mesh = MASKS[name], config.make_mesh(jax.devices()[:4])

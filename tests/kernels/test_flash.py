@@ -1,6 +1,4 @@
-"""What is splash's own: codes of masks, schedules of tiles, offsets that are traced, a given LSE,
-what is refused.
-"""
+"""Tests of splash alone: mask codes, tile schedules, traced offsets, a given LSE, refusals."""
 
 from __future__ import annotations
 

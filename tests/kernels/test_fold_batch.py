@@ -1,7 +1,7 @@
-"""The rule of `vmap` around a library's call: mapped axes go into the batch, in one call.
+"""The vmap rule of a library's call: mapped axes become part of the batch, in one call.
 
-The library is a stand-in with the same contract: a dense kernel in plain JAX that, as the libraries
-do, takes operands of one batch alone. Those themselves are tested in tests/gpu/test_vmap_on_gpu.py.
+The library is a stand-in with the same interface: a dense kernel in plain JAX whose operands must
+have equal batches. tests/gpu/test_vmap_on_gpu.py tests the libraries themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ batches: list[int] = []
 
 @jax.custom_batching.custom_vmap
 def unbatched(x: Any) -> Any:
-    """Stand for an operand of a foreign call."""
+    """Check that an operand of a foreign call is not mapped."""
     return x
 
 
@@ -44,7 +44,7 @@ def _refuse(size: int, mapped: Any, x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Foreign(DenseLibrary):
-    """The dense library, which cannot be mapped, inside of the rule."""
+    """The dense library, which has no vmap rule of its own, inside the rule."""
 
     name: ClassVar[str] = "foreign"
 
@@ -114,7 +114,7 @@ def test_vmap_of_gradients(axes: tuple[int | None, ...], causal: bool, jitted: b
 
 
 def test_gradients_of_a_vmap() -> None:
-    """The gradient of what is not mapped is the sum over the examples."""
+    """The gradient of an unmapped operand is the sum over the examples."""
     axes = (0, None, None, 0)
     *operands, dout = SIZES.drawn(axes, (MANY,))
 
@@ -174,7 +174,7 @@ def _weighed(x: Any, weights: Any) -> Any:
 
 @pytest.mark.parametrize("mapped", ["batch", "shared", "both"])
 def test_what_has_no_batch_is_shared_by_it(mapped: str) -> None:
-    """Where it is mapped itself, the calls follow each other."""
+    """If an operand without a batch axis is mapped, the calls run one after another."""
     rng = np.random.default_rng(0)
     x, weights = rng.normal(size=(MANY, B, T)), rng.normal(size=(MANY, T))
     axes = {"batch": (0, None), "shared": (None, 0), "both": (0, 0)}[mapped]

@@ -1,4 +1,4 @@
-"""float16 gradients at both ends of float16's range, where scores' gradients leave it."""
+"""float16 gradients at both ends of float16's range, if the scores' gradients exceed it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ EACH = [
 
 
 def operands(size: float, bias: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Draw float16 operands with cotangents of a size.
+    """Draw float16 operands with cotangents of a given size.
 
-    At 10,000, dS exceeds 65,504. At 1e-6, dS is some multiples of 2**-24, and dQ is 20 times as
+    At 10,000, dS exceeds 65,504. At 1e-6, dS is a few multiples of 2**-24, and dQ is 20 times as
     large.
     """
     rng, b, t, n, k, h = np.random.default_rng(0), 2, 4, 4, 2, 32
@@ -66,7 +66,7 @@ def judge(x: dict[str, Any], settings: dict[str, Any], mask: Any = None, **more:
 
 
 def check(got: Any, want: Any) -> None:
-    """Hold gradients to float16's own rounding: 2**-25 at least."""
+    """Compare gradients within float16's own rounding, at least 2**-25."""
     for name, g, w in list(zip(RESULTS, got, want, strict=False))[2:]:
         if w is not None:
             assert np.abs(w).max() < 65_504 or g.dtype == jnp.float32, "the true gradient fits"
@@ -83,7 +83,7 @@ def test_gradients_are_right_at_both_ends_of_the_range(name: str, size: float) -
 @pytest.mark.parametrize("large", ["v", "dout"])
 @pytest.mark.parametrize("name", EACH[:2])
 def test_gradients_of_values_keep_their_digits_beside_large_operands(name: str, large: str) -> None:
-    """Products of q and dS might not fit, and one of v and dout is nearly 0."""
+    """Products of q and dS might overflow, and a product of v and dout is nearly 0."""
     x = operands(1.0)
     for key, size in {"q": 2e4, "k": 2e-6, "v": 1e-4, "dout": 1e-4, large: 2e4}.items():
         exact = x[key].astype(np.float64)
@@ -93,7 +93,7 @@ def test_gradients_of_values_keep_their_digits_beside_large_operands(name: str, 
 
 @pytest.mark.parametrize("name", ["dense", "flash", "tpu_flash", "few keys"])
 def test_queries_and_keys_near_zero_keep_their_digits(name: str) -> None:
-    """Times the scale they would be zero in float16; the gradients are not."""
+    """Multiplied by the scale, q would be zero in float16, but its gradients are not."""
     x = operands(1.0)
     x |= {key: (x[key] / np.abs(x[key]).max() * 1e-6).astype(np.float16) for key in "qk"}
     x |= {key: x[key] * np.float16(500) for key in ("v", "dout")}
@@ -109,7 +109,7 @@ def test_the_gradient_of_a_bias(shape: tuple[int, ...], size: float) -> None:
 
 @pytest.mark.parametrize("strategy", ["none", "all_gather", "ring", "ulysses"])
 def test_over_devices_that_share_a_batch_row(strategy: str) -> None:
-    """Devices whose tokens have other sizes take one scale: partial sums of dK and dV are added."""
+    """Devices whose tokens have other magnitudes use one scale, because dK and dV are summed."""
     x = operands(10_000.0)
     x["dout"][:, :2] *= np.float16(2**-9)
     sizes = {"ici_data_parallelism": 2, "ici_context_parallelism": 2}
@@ -144,7 +144,7 @@ def test_second_derivatives_equal_those_of_float32() -> None:
 @pytest.mark.parametrize("name", ["dense", "blockwise"])
 @pytest.mark.parametrize("size", [30_000.0, 1e-6])
 def test_forward_mode(name: str, size: float) -> None:
-    """With tangents of 30,000 the scores' tangents exceed 65,504, and the output's do not."""
+    """With tangents of 30,000 the scores' tangents exceed 65,504, but the output's do not."""
     x = operands(1e-6)
     primals = [x["q"], (x["k"] / 5).astype(np.float16), (x["v"] / 40).astype(np.float16)]
     dq = (size * np.sign(x["q"])).astype(np.float16)

@@ -1,6 +1,4 @@
-"""The matrix: every kernel against float64, forward, dq, dk, dv, dbias and the gradient of the
-LSE.
-"""
+"""The matrix: every kernel against float64, with gradients of q, k, v, bias and LSE."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ AXES = {
 
 
 def legal(case: dict) -> bool:
-    """Every combination is: no kernel here refuses anything."""
+    """Every combination is legal: no kernel here refuses any."""
     return True
 
 

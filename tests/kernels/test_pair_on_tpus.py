@@ -1,4 +1,4 @@
-"""Pairs of TPU kernels: the forward of one and the backward of another are one attention."""
+"""Pairs of TPU kernels: one kernel's forward with another's backward."""
 
 from __future__ import annotations
 

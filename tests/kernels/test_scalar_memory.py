@@ -1,4 +1,4 @@
-"""Lists of tiles and a TPU's scalar memory: what does not fit is refused before the compiler."""
+"""Tile lists in a TPU's scalar memory: lists that do not fit are refused before compiling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _plan(length: int, mask: M.Mask, mesh: dict[str, int] | None = None, **setti
 
 
 def test_bytes_are_those_that_the_compiler_counts() -> None:
-    """libtpu 0.0.42: 512 x 512 tiles compile, 580 x 580 need 1.07 MiB of one."""
+    """libtpu 0.0.42: 512 x 512 tiles compile, 580 x 580 need 1.07 MiB of 1."""
     assert list_bytes(512, 512, 2) == 512 * 512 * 3 <= MOST_BYTES
     assert list_bytes(580, 580, 2) == 747_520 + 584 * 640 > MOST_BYTES
     assert list_bytes(600, 600, 2) == 768_000 + 600 * 640
@@ -60,7 +60,7 @@ def test_lists_that_do_not_fit_are_refused_by_their_setting(kernel: str) -> None
 
 
 def test_a_backward_that_needs_more_is_refused_before_the_compiler() -> None:
-    """The lists of a window are short in a forward; the fused backward lists every tile."""
+    """A window has short lists in the forward, but the fused backward lists every tile."""
     length, mask = 2**19, M.LocalWindow(1000, 0)
     sizes = {"block_q": 512, "block_kv": 512, "block_kv_compute": 512, "use_fused_bwd_kernel": True}
     plan = _plan(length, mask, flash_block_sizes=sizes)

@@ -16,7 +16,7 @@ from tests.reference import attention64, error
 @pytest.mark.parametrize("cuts", [(), (40,), (0,), (77,), (7, 8, 61), (0, 20, 20, 77)])
 @pytest.mark.parametrize("level", [0.0, 300.0])
 def test_parts_are_merged_as_in_float64(cuts: tuple[int, ...], level: float) -> None:
-    """A part without keys holds NaN; exp of a level of 300 overflows."""
+    """A part without keys has NaN; exp overflows for scores of 300."""
     rng, bounds = np.random.default_rng(1), [0, *cuts, 77]
     q, k, v = (rng.normal(size=(2, length, 3, 8)) for length in (9, 77, 77))
     bias = np.full((1, 1, 1, 77), level)

@@ -1,5 +1,6 @@
-"""What surrounds a kernel: 64-bit mode, no promotion, a user's `shard_map`, two runs of the same,
-offsets that splash's codes do not hold, `vmap` over no example.
+"""Kernels in 64-bit mode, without promotion, in a user's `shard_map`, and under empty vmaps.
+
+Also two runs of the same call, and offsets that splash's codes cannot represent.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def test_deterministic_refuses_a_kernel_that_does_not_repeat() -> None:
 @pytest.mark.parametrize("checked", but([True, False], [True]))
 @pytest.mark.parametrize("name", APART)
 def test_inside_a_users_shard_map(name: str, checked: bool) -> None:
-    """Over some of the axes it works, checked or not; over all of them, checked, it is refused."""
+    """Over some axes it works, checked or not; over all axes, checked, it is refused."""
     mesh = ma.AttentionConfig(ici_data_parallelism=2).make_mesh(jax.devices()[:2])
     q, k, v = qkv()
     attend = partial(ma.attention, mask=M.Causal(), config=CONFIGS[name], mesh=mesh)
@@ -151,7 +152,7 @@ def test_a_large_bias_does_not_overflow_in_rows_that_fill_the_last_chunk(level: 
 @pytest.mark.parametrize("kernel", ["flash", "tokamax_flash"])
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (1, None)])
 def test_vmap_over_no_example_is_refused(axes, kernel: str) -> None:
-    """Under jit too, and where something is differentiated; plain JAX gives an empty result."""
+    """Also under jit and in gradients; plain JAX gives an empty result."""
 
     def run(attention: str, differentiate: bool):
         config = ma.AttentionConfig(attention=attention)
@@ -190,7 +191,7 @@ def test_an_offset_that_no_code_holds_gives_nan_and_no_wrong_number(kernel: Spla
 def test_float32_products_stay_whole_on_a_tpu(kernel: Splash, products: int) -> None:
     """tokamax's kernel has two bodies, for tiles that evaluate the mask and for those that do not.
 
-    A half of the products is that of the scores with K, the other that of the weights with V.
+    Half of the matmuls multiply queries by K, the others weights by V.
     """
     for dtype, share in (("float32", 2), ("bfloat16", 0)):
         x = jnp.ones((1, 128, 1, 64), dtype)

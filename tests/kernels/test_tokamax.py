@@ -1,6 +1,4 @@
-"""What is tokamax's own: its schedule of tiles, its exp2 and base-2 LSE, rings over it, what is
-unused or refused.
-"""
+"""Tests of tokamax alone: its tile schedule, its exp2 and base-2 LSE, rings, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fence is where tokamax's kernel of dK and dV ends its reads, in maxattn's copy alone."""
+"""maxattn's copy of tokamax's dK and dV kernel has a fence after its last reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two folders that tokamax has kept its splash attention in, and versions beyond them."""
+"""Both folders in which tokamax versions have their splash attention, and unknown versions."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CONFIG = ma.AttentionConfig(attention="tokamax_flash")
 
 
 def in_the_folder_of_0_0_18(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the installed modules where 0.0.18's nightlies have them, and nothing in the old place.
+    """Move the installed modules to 0.0.18's folder, and remove them from the old one.
 
-    Beside their names nothing of these modules differs between 0.0.17 and 0.0.18.dev20261026.
+    Except for names these modules are equal in 0.0.17 and 0.0.18.dev20261026.
     """
     here = next(folder for folder in FOLDERS if _is_there(folder))
     (source,) = import_module(here).__path__
@@ -40,7 +40,7 @@ def in_the_folder_of_0_0_18(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch, *gone: str) -> None:
-    """Forget what was imported from both folders, and let imports of `gone` fail."""
+    """Unload the modules of both folders, and make imports of `gone` fail."""
     for name in [name for name in sys.modules if name.startswith(FOLDERS)]:
         monkeypatch.delitem(sys.modules, name)
     for folder in gone:

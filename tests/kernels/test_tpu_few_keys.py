@@ -21,7 +21,7 @@ CONFIG = ma.AttentionConfig(attention="tpu_few_keys", cross_attention="tpu_few_k
 
 
 class Case(NamedTuple):
-    """A call: sizes, and how many keys each of the two batch rows sees (None: all)."""
+    """The sizes of a call, and how many keys each of the two batch rows has (None: all)."""
 
     q_len: int
     kv_len: int
@@ -74,7 +74,7 @@ def test_forward_and_gradients(name: str) -> None:
 
 
 def test_float32_products_of_large_scores_in_bfloat16() -> None:
-    """K times the scale is not rounded then; rounded, it changes the output by 0.2."""
+    """K times the scale must not be rounded; rounding changes the output by 0.2."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (
         jnp.asarray(rng.normal(size=(1, n, 2, 128)) * size, jnp.bfloat16)

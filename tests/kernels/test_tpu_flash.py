@@ -1,5 +1,6 @@
-"""`tpu_flash`: both forms of its softmax and its gradients against float64, with operands made to
-break them; which form runs; which tiles it visits; its tiles' sizes.
+"""`tpu_flash` against float64: both forms of its softmax, and its gradients, with hard operands.
+
+Also which form runs, which tiles it visits, and the sizes of its tiles.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ B, T, S, N, K, H = 2, 130, 260, 4, 2, 32
 
 
 def plain_or_float32(case: dict) -> bool:
-    """Masks of one kind share their code: in bfloat16 one of each."""
+    """In bfloat16, keep one mask of each kind, because masks of a kind share code."""
     return case["dtype"] == "float32" or case["mask"] in KINDS
 
 
@@ -115,7 +116,7 @@ HARD_MASKS = {
 
 
 def rounding(x: dict[str, np.ndarray]) -> float:
-    """Return the tolerance: products round in float32, by their size."""
+    """Return the tolerance: matmuls round in float32, relative to their size."""
     size = float(np.abs(x["k"]).max() * np.abs(x["q"]).max())
     return TOLERANCE["float32"] * max(1.0, size / 100)
 
@@ -135,7 +136,7 @@ def test_the_form_is_chosen_by_the_bound(hard: str) -> None:
 
 
 def test_a_query_head_is_bounded_by_the_key_head_that_it_reads() -> None:
-    """Heads 0 and 1 read key head 0; only a loud head that reads a loud one is unbounded."""
+    """Heads 0 and 1 read key head 0; only a loud query head on a loud key head is unbounded."""
     for head, share in ((1, 1.0), (2, 0.75)):
         x = operands()
         x["q"][:, :, head] *= 4
@@ -145,7 +146,7 @@ def test_a_query_head_is_bounded_by_the_key_head_that_it_reads() -> None:
 
 @cache
 def with_lse(mask: str) -> Any:
-    """Make the program of output and LSE under a mask: the same for all operands."""
+    """Make the program of output and LSE under a mask, the same for all operands."""
     run = partial(ma.attention, mask=HARD_MASKS[mask], config=CONFIG, return_lse=True)
     return jax.jit(run)
 
@@ -161,7 +162,7 @@ HARD_UNDER_MASKS = [
 
 @pytest.mark.parametrize(("hard", "mask"), but(product(HARD, HARD_MASKS), HARD_UNDER_MASKS))
 def test_hard_operands(hard: str, mask: str) -> None:
-    """Output and LSE are those of float64."""
+    """Output and LSE equal float64's."""
     x, _ = HARD[hard]
     ok = allowed(HARD_MASKS[mask], T, S)
     got = with_lse(mask)(x["q"], x["k"], x["v"])
@@ -171,7 +172,7 @@ def test_hard_operands(hard: str, mask: str) -> None:
 
 @cache
 def backward_under(mask: str) -> Any:
-    """Make the program of a backward under a mask: the same for all operands."""
+    """Make the program of a backward under a mask, the same for all operands."""
     x = operands()
     call = ma.Call.of(x["q"], x["k"], mask=HARD_MASKS[mask])
     kernel = ma.plan(call, CONFIG, target=ma.Target.named("cpu")).kernel
@@ -184,7 +185,7 @@ FEW_UNDER_MASKS = [x for x in HARD_UNDER_MASKS if x[1] == "full" or x[0] == "key
 
 @pytest.mark.parametrize(("hard", "mask"), but(HARD_UNDER_MASKS, FEW_UNDER_MASKS))
 def test_gradients_of_hard_operands(hard: str, mask: str) -> None:
-    """The backward is given the exact output and LSE, as a ring gives the merged ones."""
+    """The backward gets the exact output and LSE, as a ring passes merged ones."""
     (x, _), given = HARD[hard], HARD_MASKS[mask]
     dout, dlse = normal(4, B, T, N, H), normal(5, B, N, T)
     want = attention64(*x.values(), allowed(given, T, S), dout=dout, dlse=dlse)
@@ -195,7 +196,7 @@ def test_gradients_of_hard_operands(hard: str, mask: str) -> None:
 
 
 def test_weights_of_float16_do_not_overflow() -> None:
-    """A score of 19 has the weight 2**27 without a maximum, which is no float16."""
+    """Without a maximum, a score of 19 has the weight 2**27, which float16 cannot represent."""
     x = {name: y.astype(np.float16) for name, y in operands().items()}
     x["q"][0, 3, 1], x["k"][0, 5, 0] = np.array([[11], [10]]) * np.eye(1, x["q"].shape[3])
     out, lse = ma.attention(*x.values(), config=CONFIG, return_lse=True)
@@ -211,7 +212,7 @@ def test_no_number_stays_no_number() -> None:
 
 
 def test_one_array_holds_dq() -> None:
-    """Every block of keys adds to it, one step after the other: there is one block of queries."""
+    """All blocks of keys add to it, one step after another, since there is one block of queries."""
     q, k, v = (normal(seed, 2, 128, n, H) for seed, n in ((6, 4), (7, 2), (8, 2)))
     dout = normal(9, 2, 128, 4, H)
     keys = {"block_q_dkv": 128, "block_kv_dkv": 128}
@@ -227,7 +228,7 @@ def test_one_array_holds_dq() -> None:
 
 
 def test_gradients_under_vmap() -> None:
-    """An array that stays in HBM cannot be batched: what is around loops over its rows."""
+    """An array that stays in HBM has no vmap rule, so the call loops over batch rows."""
     x = [normal(seed, 3, 1, 130, 2, H) for seed in (10, 11, 12)]
 
     def loss(q: Any, k: Any, v: Any) -> Any:
@@ -241,7 +242,7 @@ def test_gradients_under_vmap() -> None:
 
 
 def test_keys_get_float32_gradients() -> None:
-    """A ring sums them over its hops: they are not rounded before."""
+    """A ring sums them over its hops before it rounds them."""
     x = {name: y.astype(jnp.bfloat16) for name, y in operands().items()}
     kernel = ma.plan(ma.Call.of(x["q"], x["k"]), CONFIG, target=ma.Target.named("cpu")).kernel
     out, lse = attention64(*x.values())[:2]
@@ -254,7 +255,7 @@ def test_keys_get_float32_gradients() -> None:
 
 
 def test_a_grid_of_one_step_runs_on_a_cpu() -> None:
-    """XLA then moves the keys' transposition into a product of bfloat16."""
+    """For such a grid XLA moves the keys' transpose into a bfloat16 matmul."""
     q, k, v, dout = (normal(n, 1, 8, 1, 16).astype(jnp.bfloat16) for n in range(4))
     out, pull = jax.vjp(partial(ma.attention, config=CONFIG), q, k, v)
     want = attention64(q, k, v, dout=dout)
@@ -285,7 +286,7 @@ def test_which_chips_take_values_transposed(kind: str) -> None:
 
 
 def bodies(mask: M.Mask | None) -> list[bool]:
-    """Tell of each of the forward's bodies with products whether it evaluates the mask."""
+    """Return for each body with matmuls in the forward whether it evaluates the mask."""
     x, _ = HARD["usual"]
     call = ma.Call.of(x["q"], x["k"], mask=mask)
     kernel = ma.plan(call, CONFIG, target=ma.Target.named("cpu")).kernel
@@ -300,12 +301,12 @@ def bodies(mask: M.Mask | None) -> list[bool]:
 
 @pytest.mark.parametrize("mask", [None, *(HARD_MASKS[name] for name in ("window", "lengths"))])
 def test_whole_tiles_evaluate_no_mask(mask: M.Mask | None) -> None:
-    """Either softmax has a body for them: keys are padded, and masks leave some tiles whole."""
+    """Each softmax has a body for whole tiles; here keys are padded, and some tiles are whole."""
     assert bodies(mask) == [False, True, False, True]
 
 
 def test_padded_queries_do_not_make_a_tile_partial() -> None:
-    """Whole tiles of the last, padded block of queries are as those of the others."""
+    """Whole tiles of the last, padded block of queries use the same body as others."""
     ids = jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32)
     padded = Setup(None, None, ids, (256, 384)).padded_ids()
     assert padded is not None
@@ -321,7 +322,7 @@ def test_ids_mark_tiles() -> None:
 
 
 def test_tiles_that_segment_ids_leave_empty_are_not_computed() -> None:
-    """A value that is no number reaches no query where its tile is skipped."""
+    """NaN in V reaches no query whose tile is skipped."""
     x = operands()
     x["v"][:, 128:] = np.nan
     lengths = M.KeyPadding(np.array([128, 64], np.int32))

@@ -1,6 +1,4 @@
-"""A forward that is never differentiated does not pay the rules of the backward, and says which
-sizes it runs with.
-"""
+"""A forward without a gradient uses its own tile sizes, and the plan names them."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def test_what_runs_has_the_sizes_that_the_plan_names() -> None:
 
 
 def paired(plan: ma.Plan) -> ma.Plan:
-    """Give the backward of a plan to another kernel."""
+    """Replace the backward of a plan by another kernel's."""
     return replace(plan, kernel=Pair(plan.kernel, DotProduct(plan.call.scale)))
 
 
@@ -106,7 +104,7 @@ INFERENCE = ("forward", "jit", "scan", "vmap")
 def said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], list[str]]:
-    """Return what was said of block sizes since the last question."""
+    """Return the messages on block sizes since the last call."""
     monkeypatch.setattr(announce, "_logged", set())
     caplog.set_level(logging.INFO, logger="maxattn")
     return lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("Modified")]

@@ -1,5 +1,6 @@
-"""Values whose head dim is not that of the keys: against float64, forward and gradients, on one
-device and on meshes; kernels that pad both head dims to one; the modules.
+"""Values whose head dim differs from the keys': against float64, on one device and on meshes.
+
+Also kernels that pad both head dims to one, and the modules.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ PADDED_ON_MESH = {
 
 
 def arrays(case: dict) -> dict[str, Any]:
-    """Make the operands of a case, values and the output's gradient with V channels."""
+    """Make the operands of a case; values and dout have V channels."""
     (t, s), (n, k), (h, v) = LENGTHS[case["length"]], HEADS[case["heads"]], case["dims"]
     x, rng = same_dims(case | {"head_dim": h, "batch": 2}), np.random.default_rng(11)
     dtype = jnp.dtype(case["dtype"])
@@ -108,7 +109,7 @@ def test_against_float64(case: dict) -> None:
 
 @pytest.mark.slow
 def test_a_padded_backward_over_blocks_of_keys() -> None:
-    """Blocks of keys come as one array, as wide as the padded heads, and dQ is of q's channels."""
+    """Blocks of keys are one array, as wide as the padded heads; dQ has q's channels."""
     case = {"kernel": "flash", "mask": "full", "dims": (8, 12), "heads": "mha", "length": "64"}
     case |= {"bias": "none", "dtype": "float32"}
     x = arrays(case)
@@ -127,12 +128,12 @@ def test_a_padded_backward_over_blocks_of_keys() -> None:
 
 
 def cut_by_a_ring(case: dict) -> bool:
-    """A ring cuts masks; what gathers keys or heads sees positions as one device does."""
+    """Check whether shards change the mask: rings cut it, other strategies see global positions."""
     return "ring" in case["strategy"] or case["mask"] == "segments"
 
 
 def quick(case: dict) -> bool:
-    """Keep one ring, and the strategies that exchange heads: hops change no channel."""
+    """Keep one ring, and the strategies that exchange heads, because hops change no channel."""
     return (case["strategy"], case["kernel"]) == ("ring", "dense") or case["strategy"] == "ulysses"
 
 
@@ -145,7 +146,7 @@ FEW += pairwise(PADDED_ON_MESH, lambda case: True)
 @pytest.mark.parametrize("case", but(FEW, quick), ids=name_of)
 @pytest.mark.usefixtures("free_permutes")
 def test_on_a_mesh_against_float64(case: dict) -> None:
-    """With zig-zag order under a causal mask, since permutes cost nothing here."""
+    """Causal masks use zig-zag order here, since permutes cost nothing."""
     case = case | {"length": "64", "heads": "mha", "bias": "none", "dtype": "float32"}
     x, on_gpus = arrays(case), case["strategy"] == "ring of GPUs"
     config = (XLA_KERNELS | PADDED)[case["kernel"]].replace(
@@ -176,7 +177,7 @@ def test_on_a_mesh_against_float64(case: dict) -> None:
 
 
 def test_self_attention_with_heads_of_values_of_their_own() -> None:
-    """What the module gives is its formula, written out; per channel gates have V channels too."""
+    """The module equals its formula; gates per channel have V channels too."""
     config = ma.AttentionConfig(attention="dot_product")
     sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dim_head": 8, "dim_head_v": 6}
     layer = ma.FlaxAttention(16, **sizes, gate="per_channel", config=config, rngs=nnx.Rngs(0))
@@ -194,7 +195,7 @@ MESH: dict[str, int] = {"ici_fsdp_parallelism": 2, "ici_context_parallelism": 4}
 
 
 def test_cross_attention_with_an_image() -> None:
-    """Keys and values that were made once give what the states give, under a mesh too."""
+    """Precomputed keys and values give the same output as states, on a mesh too."""
     sizes: dict[str, Any] = {"heads": 4, "dim_head": 8, "dim_head_v": 12, "added_kv_proj_dim": 7}
     mesh = ma.AttentionConfig(**MESH).make_mesh()
     one, many = (ma.CrossAttention(16, 10, **sizes, mesh=m, rngs=nnx.Rngs(0)) for m in (None, mesh))
@@ -208,7 +209,7 @@ def test_cross_attention_with_an_image() -> None:
 
 @pytest.mark.slow
 def test_joint_attention() -> None:
-    """Text and picture have values of V channels; both outputs are the formula, written out."""
+    """Text and picture have values with V channels; both outputs equal the formula."""
     sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "dim_head": 8, "dim_head_v": 6}
     config = ma.AttentionConfig(attention="dot_product")
     layer = ma.JointAttention(16, 12, **sizes, config=config, rngs=nnx.Rngs(0))
@@ -261,7 +262,7 @@ def test_auto_takes_a_kernel_that_can(target: str) -> None:
 @pytest.mark.parametrize("kernel", [x for x in TABLE if x not in PLAIN])
 @pytest.mark.parametrize("dims", [(192, 128), (64, 512)], ids=str)
 def test_kernels_of_one_head_dim_say_what_they_pad(kernel: str, dims: tuple[int, int]) -> None:
-    """They run padded heads, or refuse the padded head dim."""
+    """The plan notes the padding, or refuses the padded head dim."""
     where = "TPU v5p" if kernel.startswith("tpu") else "NVIDIA H200"
     target = ma.Target.named(where, packages=tuple(PACKAGES.items()))
     call = replace(WIDE, head_dim=dims[0], value_head_dim=dims[1])
@@ -283,9 +284,9 @@ def test_a_ring_on_gpus_explains_padded_heads(strategy: str) -> None:
 
 
 def test_times_and_memory_are_of_padded_heads() -> None:
-    """A kernel of one head dim takes as long as on heads of the larger one.
+    """A kernel with a single head dim takes as long as with heads of the larger one.
 
-    V and out are copied, each beside its gradient, if values are the narrower.
+    If V is the narrower, V and out are copied, and so are their gradients.
     """
     target = ma.Target.named("NVIDIA H200", packages=tuple(PACKAGES.items()))
     config = ma.AttentionConfig(attention="cudnn")

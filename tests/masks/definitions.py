@@ -1,4 +1,4 @@
-"""Drawn masks and their meaning, one pair at a time: the trees of tests/fuzz/masks.py."""
+"""Drawn masks and their definitions, pair by pair: the trees of tests/fuzz/masks.py."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ def _sizes(q_len: int, kv_len: int) -> Sizes:
 
 
 def build(tree: Tree) -> M.Mask:
-    """Make the mask of a tree."""
+    """Make the mask that a tree describes."""
     return eval(tree.text(), {"M": M, "np": np})
 
 
 def table(tree: Tree, q_len: int, kv_len: int) -> np.ndarray:
-    """Ask for every pair: bool [q_len, kv_len]."""
+    """Evaluate a mask at every pair: bool [q_len, kv_len]."""
     return np.broadcast_to(tree.allowed(_sizes(q_len, kv_len)), (q_len, kv_len))
 
 
 @st.composite
 def trees(draw: st.DrawFn, q_len: int, kv_len: int, depth: int = 3) -> Tree:
-    """Draw masks of positions, joined by signs."""
+    """Draw masks of positions, joined by operators."""
     return draw_tree(draw(st.randoms()), _sizes(q_len, kv_len), depth, data=False)
 
 
 @st.composite
 def cases(draw: st.DrawFn, most: int = 40) -> tuple[Tree, int, int]:
-    """Draw a tree with lengths that it fits."""
+    """Draw a tree with lengths that it supports."""
     q_len, kv_len = draw(st.integers(1, most)), draw(st.integers(1, most))
     return draw(trees(q_len, kv_len)), q_len, kv_len
 
 
 def calls(run: Callable[[], Any]) -> int:
-    """Count the functions that Python calls, those of C as well."""
+    """Count function calls of Python code, including C functions."""
     count = 0
 
     def called(_frame: Any, event: str, _of: Any) -> None:

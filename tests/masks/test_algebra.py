@@ -1,4 +1,4 @@
-"""Laws of the algebra: as structures, so that equal masks built in different ways are one value."""
+"""Laws of mask algebra, as structures: masks built in different ways are equal values."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ SAME_STRUCTURE = {
 
 @pytest.mark.parametrize("name", SAME_STRUCTURE)
 def test_masks_of_one_structure_in_another_order(name: str) -> None:
-    """Arrays have no order: `a | b` and `b | a` are two values, and one of them must stay."""
+    """Arrays cannot be sorted, so `a | b` and `b | a` stay two values."""
     got, want = (
         np.broadcast_to(x.bind(6, 6, 2).allowed(np.arange(6), np.arange(6)), (2, 1, 6, 6))
         for x in SAME_STRUCTURE[name]

@@ -57,7 +57,7 @@ def _data(kind: str, q_len: int, kv_len: int, seed: int) -> M.Mask:
 def test_conservative_with_data(
     case: tuple[Tree, int, int], kind: str, join: str, block: int, seed: int
 ) -> None:
-    """The truth is within the bounds, whatever the arrays; a form has the same bounds."""
+    """The true kind is within the bounds for all arrays; a form has the same bounds."""
     tree, q_len, kv_len = case
     data = _data(kind, q_len, kv_len, seed)
     data = ~data if "not" in join else data
@@ -111,7 +111,7 @@ def test_few_steps_and_little_memory_at_75600_tokens(name: str, block: int) -> N
 
 
 def test_visited_blocks_follow_the_window_at_32760_tokens() -> None:
-    """21 frames of 1560 tokens: each row of blocks sees its own and up to six full ones before."""
+    """21 frames of 1560 tokens: each block row visits its own and up to six full ones before it."""
     mask = M.BlockSlidingWindow(1560, 7)
     got = mask.block_map(1560, 1560, 32_760, 32_760)
     full = sum(min(i + 1, 7) for i in range(21))

@@ -1,4 +1,4 @@
-"""Pictures: characters against golden files, PNG by size, work and memory."""
+"""Pictures: characters against golden files; PNG files by size, work and memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_small_picture_is_the_mask() -> None:
 
 
 def test_sampled_density_is_the_share_of_pairs() -> None:
-    """Exact while a cell is at most 8 x 8; within a few percent where it is sampled."""
+    """It is exact for cells up to 8 x 8, and within a few percent for sampled cells."""
     rng = np.random.default_rng(0)
     table = rng.random((96, 80)) < 0.3
     mask = M.Dense(table).bind(96, 80)

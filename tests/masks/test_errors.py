@@ -1,4 +1,4 @@
-"""Golden messages of what masks refuse; MAXATTN_REGOLD=1 rewrites them."""
+"""Golden messages of refused masks; MAXATTN_REGOLD=1 rewrites them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_golden_error_has_its_case() -> None:
 
 
 def test_what_is_legal_beside_each_edge() -> None:
-    """The nearest value on the other side of a refused one is taken."""
+    """The nearest legal value to each refused one is accepted."""
     M.LocalWindow(0, 0), M.BlockSlidingWindow(1560, 1), M.KeyLimit(0), M.Causal(offset=-3)
     M.VideoMask(21, 1560, frames_per_block=3, window=2, sink=3)
     M.Causal(offset=np.int64(2)).bind(8, 4)

@@ -20,7 +20,7 @@ LENGTHS = M.KeyPadding(np.array([3, 5], np.int32))  # of 6 keys
 
 
 def operands(**bad: tuple[tuple[int, ...], float]) -> dict[str, Any]:
-    """Draw q, k and v; `k=((0, 5, 0, 0), nan)` puts a number into one of them."""
+    """Draw q, k and v; `k=((0, 5, 0, 0), nan)` sets one entry of k."""
     rng = np.random.default_rng(0)
     drawn = {name: rng.normal(size=(2, 6, 2, 4)).astype("f") for name in "qkv"}
     for name, (index, value) in bad.items():

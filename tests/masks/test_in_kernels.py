@@ -1,6 +1,6 @@
-"""Masks of positions, and a few that maxattn has never met: right and fast in every kernel.
+"""Masks of positions, and a few user-defined ones: right in every kernel, and tiles are skipped.
 
-Each is compared with a table of pairs that was written from what its name says.
+Each is compared with a table of pairs that follows the mask's name.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Diagonal(M.PositionMask):
 
 @M.mask_type
 class Dilated(M.PositionMask):
-    """Allow every `step`-th key on both sides of the query, `count` of them on each."""
+    """Allow every `step`-th key on both sides of the query, `count` on each."""
 
     step: int
     count: int
@@ -138,8 +138,9 @@ for begin, end in zip((0, *ENDS), ENDS, strict=False):
 class Case(NamedTuple):
     """A mask, its pairs, and the kernels that `make test` compares with float64.
 
-    Dense, which reads a table of pairs, meets a few; what skips tiles, most; flash, which is
-    interpreted, one of each form.
+    The dense kernel runs a few masks; kernels that skip tiles run most; flash, which is
+    interpreted,
+    one of each form.
     """
 
     mask: M.Mask
@@ -148,7 +149,7 @@ class Case(NamedTuple):
 
 
 def teacher(mask: M.TeacherForcing) -> Case:
-    """Take the pairs of a mask that test_teacher_forcing.py compares with its meaning."""
+    """Return the pairs of a mask that test_teacher_forcing.py compares with its definition."""
     return Case(mask, np.asarray(mask.bind(LENGTH, LENGTH).allowed(AT, AT))[0, 0], ())
 
 
@@ -230,7 +231,7 @@ def test_no_list_of_tiles_has_an_empty_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_flash_attention_4_tests_the_same_pairs(name: str) -> None:
-    """Its kernel looks each query's intervals up, as it does at traced positions."""
+    """Its kernel looks up each query's intervals, as it does for traced positions."""
     mask, want = CASES[name].mask.bind(LENGTH, LENGTH), CASES[name].allowed
     x = jnp.zeros((1, LENGTH, 2, 64), jnp.bfloat16)
     inputs = Inputs(x, x, x, None, mask)
@@ -302,9 +303,9 @@ def test_on_a_mesh_against_float64(name: str, strategy: str) -> None:
 
 
 def test_hops_between_segments_are_not_made() -> None:
-    """Eight ranks of eight tokens: all segments within one, or one of them on two.
+    """Eight ranks of eight tokens: each segment is on one rank, or one segment is on two.
 
-    On two, K and V take the hops to either neighbour, and their gradients one home beside these.
+    In the latter case K and V are sent to both neighbours, and their gradients one hop back.
     """
     assert sends(M.Segments.of_lengths((8, 5, 3, 8, 2, 6, 8, 8, 8, 8))) == (0, 0)
     assert sends(M.Segments.of_lengths((8, 16, 5, 3, 8, 8, 8, 8))) == (4, 4 + 4 + 6)

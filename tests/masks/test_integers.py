@@ -1,4 +1,4 @@
-"""Masks hold every integer dtype of numpy and jax, and big numbers: right on each kernel alike."""
+"""Masks accept all integer dtypes of numpy and jax, and big numbers, in every kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Q, K, V = (np.random.default_rng(i).normal(size=(2, 8, 1, 16)).astype("f") for i
 
 
 def wanted(allowed: Any) -> np.ndarray:
-    """Compute attention over allowed pairs in float64; 0 where there are none."""
+    """Compute attention over allowed pairs in float64; 0 for queries without keys."""
     allowed = np.broadcast_to(allowed, (2, 8, 8))
     s = np.einsum("btnh,bsnh->bts", Q, K).astype(np.float64) / 4
     p = np.where(allowed, np.exp(s), 0.0)
@@ -39,7 +39,7 @@ def attend(make: Any, config: ma.AttentionConfig, *arrays: Any) -> jax.Array:
 
 
 def check(make: Any, arrays: tuple[Any, ...], allowed: Any, kernels: Any = tuple(KERNELS)) -> None:
-    """Compare kernels, with the arrays known and traced."""
+    """Compare kernels, with concrete and with traced arrays."""
 
     for name in kernels:
         run = partial(attend, make, KERNELS[name])
@@ -61,7 +61,7 @@ MADE = ["numpy", "jax", "jax x64"]
     ("name", "xp"), but(product(SMALL, MADE), lambda case: case[1] == "numpy" or "64" in case[0])
 )
 def test_lengths_and_ids_of_every_dtype(name: str, xp: str) -> None:
-    """Masks hold the same arrays for every kernel: dense meets all, the others two."""
+    """Kernels get equal arrays for all dtypes: dense runs all of them, the others two."""
     every = (name, xp) == ("uint8", "numpy")
     kernels = list(KERNELS) if every else ["dense"]
     with jax.enable_x64(True) if "x64" in xp else nullcontext():
@@ -85,7 +85,7 @@ BEYOND = {
 @pytest.mark.parametrize("made", ["numpy", "x64", "x64, used without"])
 @pytest.mark.parametrize("name", BEYOND)
 def test_lengths_beyond_int32_hide_nothing_under_jit(name: str, made: str) -> None:
-    """Where a call reads lengths, it refuses those that no sequence has."""
+    """A call that can read lengths refuses those above the sequence."""
     numbers = np.array(BEYOND[name], name)
     allowed = np.arange(8)[None, None] < np.array([int(x) for x in numbers])[:, None, None]
     with jax.enable_x64(made != "numpy"):

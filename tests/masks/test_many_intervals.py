@@ -1,4 +1,4 @@
-"""Masks of many parts: intervals grow by addition, comparisons too, and the size is bounded."""
+"""Masks with many parts: intervals and comparisons grow additively, and their number is bounded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def drawn(seed: int) -> M.Mask:
 
 
 def said(ends: Any) -> np.ndarray:
-    """Draw intervals as a table."""
+    """Convert intervals to a table of pairs."""
     keys, table = np.arange(S), np.zeros((T, S), bool)
     for lo, hi in ends:
         lo, hi = (0 if lo is None else lo), (M.BIG if hi is None else hi)
@@ -200,7 +200,7 @@ def test_a_copy_does_not_keep_the_identity_of_arrays() -> None:
 
 
 def test_deep_masks_are_copied_wherever_the_stack_is() -> None:
-    """Of 126 levels, with 300 frames of Python's left; the copy has its own arrays."""
+    """126 levels, with 300 frames of Python's stack left; the copy has its own arrays."""
     mask: M.Mask = M.KeyPadding(np.array([4]))
     for i in range(62):
         mask = (mask | M.LocalWindow(i, 3, 0)) & ~M.KeyLimit(i + 1)

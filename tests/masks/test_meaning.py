@@ -1,4 +1,4 @@
-"""Every mask against pictures drawn by hand, and against its definition one pair at a time."""
+"""Every mask against pictures drawn by hand, and against its definition pair by pair."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_jax_agrees_with_numpy(tree: Tree) -> None:
 
 
 def test_block_window_is_the_seed_definition() -> None:
-    """Forbidden: the block matrix of ones above the diagonal and from `window` below it."""
+    """Hidden is the block matrix of ones above the diagonal and from `window` below it."""
     for block, blocks, window in ((1, 5, 2), (3, 4, 1), (4, 5, 3), (2, 3, 7)):
         ones = np.ones((blocks, blocks))
         forbidden = np.triu(ones, 1) + np.tril(ones, -window)
@@ -114,7 +114,7 @@ def test_block_window_is_the_seed_definition() -> None:
 
 
 def test_no_query_of_a_video_sees_more_than_the_budget() -> None:
-    """The window has moved past the sink, where counting the sink twice would show."""
+    """The window has moved past the sink, so that counting the sink twice would fail."""
     mask = M.VideoMask(21, 3, frames_per_block=3, window=3, sink=2).bind(63, 63)
     seen = mask.allowed(np.arange(63), np.arange(63))[0, 0].sum(axis=1)
     assert seen.max() == 9 * 3 and (seen[27:] == 9 * 3).all()
@@ -134,7 +134,7 @@ def test_data_masks_keep_batch_rows_and_heads_apart() -> None:
 
 
 def test_leaves_are_indexed_and_lengths_are_positions() -> None:
-    """On a shard of the keys, flags and ids are its own; lengths are of the whole sequence."""
+    """On a shard of the keys, flags and ids are local; lengths count in the whole sequence."""
     q, kv = np.arange(2), np.arange(3)
     flags = np.array([[True, False, True]])
     np.testing.assert_array_equal(M.KeyPadding(flags).allowed(q, kv, 0, 100)[0, 0, 0], flags[0])

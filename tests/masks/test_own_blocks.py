@@ -1,4 +1,4 @@
-"""Masks of equal blocks that see themselves alone: repeated, a block's mask is the whole mask."""
+"""Masks of equal blocks that attend only to themselves: one block's mask, repeated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxattn.masks.terms import own_blocks
 
 @M.mask_type
 class TwoBlocks(M.BlockSlidingWindow):
-    """See one's own block and the one before, whatever the window says."""
+    """Allow the query's own block and the one before, for any window."""
 
     def seen(self, pos: Any, xp: Any) -> Any:
         end = (pos // self.block + 1) * self.block
@@ -22,7 +22,7 @@ class TwoBlocks(M.BlockSlidingWindow):
 
 @M.mask_type
 class Early(M.Causal):
-    """Be causal for the first queries alone."""
+    """Be causal for the first queries only."""
 
     def seen(self, pos: Any, xp: Any) -> Any:
         return ((None, xp.where(pos < 30, pos + 1, 0)),)
@@ -104,7 +104,7 @@ MANY = [*(m for m, *_ in FOUND.values()), *(m for m, _ in NONE.values() if not m
 
 @pytest.mark.parametrize("step", [1, 4, 8, 12, 16])
 def test_a_mask_that_repeats_is_the_same_further_on(step: int) -> None:
-    """Of masks that see no end of the sequence, each pair is as the one some tokens on."""
+    """For masks that do not depend on the sequence's end, pairs repeat with the period."""
     seen = 0
     for mask in (m for m in MANY if m.is_bound and m.repeats(step, step)):
         seen += 1
@@ -115,7 +115,7 @@ def test_a_mask_that_repeats_is_the_same_further_on(step: int) -> None:
 
 @pytest.mark.parametrize("kind", [TwoBlocks(8, 1, 0), Early(0)], ids=str)
 def test_a_derived_kind_has_no_answers_of_the_other(kind: M.Mask) -> None:
-    """It is computed by what it sees: here its band, jumps and most keys are others."""
+    """A subclass that overrides the pairs does not inherit band, jumps and most keys."""
     found = kind.band(), kind.most_keys(), kind.row_blocks(), kind.own_block(), kind.own_period()
     assert found == (None,) * 5 and not kind.repeats(8, 8)
     assert kind.simplified() is kind

@@ -1,4 +1,4 @@
-"""Segments whose lengths are known when tracing; kernels meet them in test_in_kernels.py."""
+"""Segments with static lengths; test_in_kernels.py runs them in kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_written_is_short() -> None:
 
 
 def test_millions_of_tokens_in_thousands_of_segments() -> None:
-    """The counts are those of each segment alone."""
+    """The counts are the sums over segments."""
     lengths = np.random.default_rng(0).integers(1, 9000, 4000)
     total = int(lengths.sum())
     assert total > 10**7
@@ -47,7 +47,7 @@ def test_millions_of_tokens_in_thousands_of_segments() -> None:
 
 
 def test_a_kernel_goes_through_few_segments_by_arithmetic() -> None:
-    """What is computed inside a kernel, without a table, is what is looked up outside of one."""
+    """Inside a kernel arithmetic replaces the table, and gives equal results."""
     mask, at = M.Segments.of_lengths((5, 0, 9, 2), (3, 4, 0, 9)), np.arange(16, dtype=np.int32)
     code = mask_codes.Positions(mask, 16, 0)
     rows, keys = (jnp.asarray(x) for x in np.broadcast_arrays(at[:, None], at[None]))

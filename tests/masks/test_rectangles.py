@@ -29,7 +29,7 @@ def drawn(count: int, length: int) -> Made:
 
 
 def scattered(count: int, length: int) -> Made:
-    """Draw small rectangles, of which a query sees several intervals."""
+    """Draw small rectangles, so that a query has several intervals."""
     rng = np.random.default_rng(count)
     table, found = np.zeros((length, length), bool), []
     for q, k in rng.integers(0, length, (count, 2)):
@@ -87,7 +87,7 @@ def test_one_union_is_one_value(name: str) -> None:
 
 
 def test_more_intervals_than_a_kernel_takes_are_counted_and_refused() -> None:
-    """Every second key for the first rows, and one key for the others."""
+    """The first query rows have every second key, the others one key."""
     comb = M.Or(tuple(M.Rectangle(0, 8, k, k + 1) for k in range(0, 80, 2)))
     call = ma.Call(1, 80, 80, 4, 4, 64, "bfloat16", mask=comb | M.Rectangle(8, 80, 0, 1))
     target = ma.Target.named("NVIDIA H200", packages={"fa4-jax": "0.1.0"})

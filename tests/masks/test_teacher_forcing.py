@@ -1,4 +1,4 @@
-"""The mask of teacher forcing, against its meaning pair by pair."""
+"""The teacher-forcing mask, against its definition pair by pair."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AXES = {
 
 
 def fits(case: dict) -> bool:
-    """Tell whether the sink leaves room, and whether shards are whole blocks."""
+    """Check whether the sink leaves room, and whether shards have whole blocks."""
     room = case["window"] is None or case["sink"] <= (case["window"] - 1) * case["size"]
     dealt = not case["alone"] and case["frames"] % (case["shards"] * case["size"]) == 0
     return room and (case["shards"] == 1 or dealt)
@@ -35,7 +35,7 @@ def mask_of(case: dict) -> M.TeacherForcing:
 
 
 def place(case: dict, row: int) -> tuple[bool, int]:
-    """Tell of a row whether it is noisy, and its frame."""
+    """Return whether a token is of the noisy clip, and its frame."""
     share = case["frames"] * case["tokens"] // case["shards"]
     shard, within = divmod(row, 2 * share)
     noisy = within >= share
@@ -49,7 +49,7 @@ def block(case: dict, frame: int) -> int:
 
 
 def allowed(case: dict, q: int, k: int) -> bool:
-    """Tell whether query row q sees key row k, in words of frames and blocks."""
+    """Check whether query q attends to key k, in terms of frames and blocks."""
     (q_noisy, q_frame), (k_noisy, k_frame) = place(case, q), place(case, k)
     own, other = block(case, q_frame), block(case, k_frame)
     if k_noisy:
@@ -82,7 +82,7 @@ def test_what_is_said_is_allowed(case: dict) -> None:
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_few_rows_are_visited(shards: int) -> None:
-    """Plans of long clips ask a handful of the rows."""
+    """Plans of long clips evaluate few query rows."""
     mask, length = M.TeacherForcing(24, 1560, 3, 4, 3, shards=shards), 2 * 24 * 1560
     bound = mask.bind(length, length)
     assert sum(r.first.size for r in row_runs.row_runs(bound, length, length)) < 100
@@ -90,7 +90,7 @@ def test_few_rows_are_visited(shards: int) -> None:
 
 @pytest.mark.parametrize("case", pairwise(AXES, fits)[::3], ids=name_of)
 def test_with_other_masks(case: dict) -> None:
-    """Runs of rows of both are those of every row."""
+    """Row runs of a combined mask equal those computed from every query row."""
     length, teacher = 2 * case["frames"] * case["tokens"], mask_of(case)
     at = np.arange(length)
     for mask in (~teacher, teacher & ~M.BlockCausal(5), teacher | M.LocalWindow(3, 2)):
@@ -101,7 +101,7 @@ def test_with_other_masks(case: dict) -> None:
 
 
 def test_an_h200_skips_by_it() -> None:
-    """Of Wan's 21 frames of 1,560 tokens, clean and noisy, less than a third is computed."""
+    """For Wan's 21 frames of 1,560 tokens, clean and noisy, less than a third is computed."""
     mask = ma.Stream(1560, 3, 4, sink=3).teacher_mask(21)
     call = ma.Call(1, 65_520, 65_520, 12, 12, 128, dtype="bfloat16", mask=mask)
     target = ma.Target.named("NVIDIA H200", (("fa4-jax", "0.1.0"),))

@@ -115,7 +115,7 @@ def test_traced_positions() -> None:
 
 @pytest.mark.slow
 def test_vmap_over_the_batch_of_the_leaves() -> None:
-    """Mapping a batch away leaves one row, which binds as a batch of one."""
+    """Mapping over the batch leaves one batch row, which binds as a batch of one."""
     tables = jnp.stack([TABLE, ~TABLE])
     mask = M.KeyPadding(LENGTHS) & M.KeyPadding(FLAGS) & M.Segments(IDS, KV_IDS) & M.Dense(tables)
 

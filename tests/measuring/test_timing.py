@@ -1,4 +1,4 @@
-"""Timing: turns, and short calls by the device's own record."""
+"""Timing: programs in turns, and short calls with the device's own profile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_turns_are_in_changing_order() -> None:
-    """No job follows the same one in most rounds."""
+    """No program follows the same one in most rounds."""
     for n in range(3, 9):
         rounds = [in_order(i, list(range(n))) for i in range(timing.ROUNDS)]
         assert all(sorted(each) == list(range(n)) for each in rounds)
@@ -43,7 +43,7 @@ def test_turns_are_in_changing_order() -> None:
 
 
 def test_few_calls_are_queued_on_several_devices() -> None:
-    """XLA's CPU finishes none of some fifty programs with collectives, and ends the process."""
+    """XLA's CPU backend deadlocks and aborts with about fifty queued programs with collectives."""
     assert timing.rounds_and_calls(1e-6, 1.0) == (timing.ROUNDS, timing.ON_SEVERAL)
 
 
@@ -51,12 +51,12 @@ def test_few_calls_are_queued_on_several_devices() -> None:
 
 
 def record(at: int, *rows: tuple[str, float, float]) -> list[Event]:
-    """Return events of (program, start, end), later by 100 ns for each `at`."""
+    """Return events of (program, start, end), each 100 ns later per `at`."""
     return [Event(program, s + 100 * at, e + 100 * at) for program, s, e in rows]
 
 
 def test_a_record_is_split_by_programs() -> None:
-    """Times include the gaps between kernels, and kernels that the record gives to no program."""
+    """Times include the gaps between kernels, and kernels that belong to no program."""
     passes = [("jit_passes", 0, 20), ("jit_passes", 20, 30)]
     a = [("jit_a", 40, 50), ("", 52, 60), ("jit_a", 62, 70)]
     b = [("jit_b", 40, 55)]
@@ -75,7 +75,7 @@ def test_no_device_waits_while_another_kernel_runs() -> None:
 
 @pytest.fixture(scope="module")
 def programs() -> list[TimedProgram]:
-    """A dear function and a cheap one, of three calls each."""
+    """A slow function and a fast one, with three calls each."""
     sets = [(jnp.full((512, 512), 0.01 * i),) for i in range(3)]
     fs = {"dear": lambda x: x @ x @ x @ x, "cheap one": lambda x: x + 1}
     made = compile_all([TimedFunction(f, lambda: sets, name=name) for name, f in fs.items()])
@@ -96,7 +96,7 @@ def test_the_record_has_the_seconds_of_a_call(
 def test_more_passes_are_queued_if_the_host_is_late(
     late: int, covers: int, programs: list[TimedProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first so many records the device waits; the last record counts."""
+    """In the first profiles the device waits for the host; the last profile counts."""
     records = iter(range(99))
 
     def runs(events: Any, names: set[str]) -> list[timing.Run]:
@@ -124,7 +124,7 @@ def test_without_a_record_the_host_s_times_are_taken(
 
 
 def test_passes_over_memory_are_not_dropped() -> None:
-    """Each needs every entry, and what the one before it found."""
+    """Each pass reads every entry and the previous pass' result."""
     x, expected = jnp.linspace(0.0, 1.0, timing.ENTRIES, dtype=jnp.float32), np.float32(0)
     for _ in range(timing.PASSES):
         expected = np.abs(np.asarray(x) - expected).max()

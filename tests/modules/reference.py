@@ -1,6 +1,4 @@
-"""The modules again, written apart from them: dense and naive, in numpy float64, or in jax for
-autodiff.
-"""
+"""Independent versions of the modules: dense, in numpy float64, or in jax for autodiff."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def randomise(module: Any, seed: int = 0) -> Any:
 
 @nnx.jit
 def compiled(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a module in one program, which compiles sooner than each of its operations."""
+    """Call a module as one program, which compiles faster than its separate operations."""
     return module(*args, **kwargs)
 
 
@@ -42,7 +40,7 @@ def linear(p: dict[str, Any], x: Any) -> Any:
 
 
 def norm(m: Any, p: dict[str, Any] | None, x: Any, heads: int, xp: Any = np) -> Any:
-    """Norm as module m does, and split: [B, T, N*H] -> [B, T, N, H]."""
+    """Norm as module m does, and split heads: [B, T, N*H] -> [B, T, N, H]."""
     split = (*x.shape[:2], heads, x.shape[2] // heads)
     if p is None:
         return x.reshape(split)
@@ -55,7 +53,7 @@ def norm(m: Any, p: dict[str, Any] | None, x: Any, heads: int, xp: Any = np) -> 
 
 
 def turn(x: Any, rotary: ma.Rotary | None, xp: Any = np) -> Any:
-    """Multiply pairs, read as complex numbers, by cos + i sin."""
+    """Rotate pairs of channels, as complex numbers, by cos + i sin."""
     if rotary is None:
         return x
     turns = np.asarray(rotary.cos, np.float64) + 1j * np.asarray(rotary.sin, np.float64)
@@ -108,8 +106,8 @@ def called(
     """Call self-attention, or with a text cross-attention, with the parameters p of module m.
 
     Args:
-        rotary_k: of the keys; in self-attention default that of the queries.
-        allowed: which pairs may attend, as a bool array.
+        rotary_k: of the keys; default that of the queries in self-attention.
+        allowed: the allowed pairs, as a bool array.
     """
 
     def heads(of: Any, names: tuple[str, str], n: int) -> Any:
@@ -135,7 +133,7 @@ def check_gradients(module: Any, call: Any, inputs: tuple[np.ndarray, ...], **ho
     """Compare output, and gradients of parameters and inputs, with autodiff in float64.
 
     Args:
-        call: of a module and inputs, as the module is called.
+        call: a function of a module and its inputs.
         how: keyword arguments of `called`.
     """
 

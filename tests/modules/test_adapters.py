@@ -1,5 +1,6 @@
-"""`attention_fn` inside `nnx.MultiHeadAttention`, against flax's own attention: outputs, gradients,
-cache, weights.
+"""`attention_fn` in `nnx.MultiHeadAttention` against flax's own attention.
+
+Compares outputs, gradients, cache and weights.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ CALLS = {
 
 @nnx.jit
 def of_every_call(module: nnx.MultiHeadAttention) -> dict[str, jax.Array]:
-    """Call a module in every way: one program compiles sooner than each of their operations."""
+    """Call a module in all ways as one program, which compiles faster than separate operations."""
     return {name: module(X, **call) for name, call in CALLS.items()}
 
 
@@ -79,7 +80,7 @@ def test_gradients_are_flaxs(build: str, call: str) -> None:
 
 @pytest.mark.parametrize("lead", [pytest.param((1, 2, 3), marks=pytest.mark.slow), ()])
 def test_any_number_of_batch_axes(lead: tuple[int, ...]) -> None:
-    """A mask and a bias may lack batch axes, or have 1 for them."""
+    """A mask and a bias may lack batch axes, or have size 1 in them."""
     rng = np.random.default_rng(2)
     q = rng.standard_normal((*lead, T, N, 4), np.float32)
     full = (rng.random((1, T, T)) < 0.7) | np.eye(T, dtype=bool)

@@ -1,6 +1,6 @@
-"""The adaptive norm by XLA's steps against float64, and over meshes with a stand-in for the kernel.
+"""The adaptive norm by XLA's steps against float64, and on meshes with a stand-in for the kernel.
 
-What it refuses: golden/modules.txt.
+Refusals: golden/modules.txt.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def row(frames: int, number: int, batch: int = 2, base: bool = True) -> Modulati
 
 
 def spread(of: ModulationRow | None, tokens: int, without: float = 0.0) -> Any:
-    """Return a row for each token, in float64."""
+    """Broadcast a modulation row to all tokens, in float64."""
     if of is None:
         return without
     found: Any = sum(np.asarray(part, np.float64)[:, :, of.row] for part in of.parts)
@@ -109,7 +109,7 @@ def test_low_precision_is_rounded_where_it_is_returned() -> None:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Assume an H200, and list the shapes of the kernel's calls."""
+    """Pretend to run on an H200, and record the shapes of the kernel's calls."""
     runs: list[tuple[int, ...]] = []
 
     def norm_rows(launch: Any, rows: Any, parts: Any, name: str) -> Any:
@@ -129,7 +129,7 @@ def modulated(x: Any, y: Any, table: Any, frames: Any, mesh: Any = None) -> Any:
 
 
 def with_gradient(mesh: Any, *of: Any) -> Any:
-    """Return outputs, and gradients of x, the branch, the table and what is learned."""
+    """Return outputs, and gradients of x, the branch, the table and learned parameters."""
 
     @jax.jit
     def run(*of: Any) -> Any:
@@ -177,7 +177,7 @@ def test_each_device_takes_its_own(kernel: Any, axes: dict[str, int], frames: in
 def test_what_is_left_to_xla(
     kernel: Any, frames: tuple[int, int], tokens: int, dtype: str, runs: int
 ) -> None:
-    """Vectors of two numbers of frames, float32, and rows of no tokens."""
+    """XLA computes vectors with two numbers of frames, float32, and inputs without tokens."""
     x, (of_norm, of_gate) = drawn(2, tokens, D, dtype=dtype), frames
     branch = GatedBranch(x, row(of_gate, 2))
     run = partial(adaptive_norm, branch=branch)

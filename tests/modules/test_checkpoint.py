@@ -1,4 +1,4 @@
-"""A module that is saved on one mesh loads on another: laid out for it, with the same output."""
+"""A module saved on one mesh loads on another, with that mesh's layout and the same output."""
 
 from __future__ import annotations
 

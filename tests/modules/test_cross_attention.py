@@ -1,4 +1,4 @@
-"""`CrossAttention` against the module written again in float64; `compute_kv` against the call."""
+"""`CrossAttention` against an independent version in float64; `compute_kv` against the call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("image", "how"), but(WAYS, WAYS[3:]))
 def test_output(image: bool, how: dict[str, Any]) -> None:
-    """Of a text, with an image beside it, and of keys and values that are made once."""
+    """With a text, with an image beside it, and with precomputed keys and values."""
     module, picture = built(image, **how), IMAGE if image else None
     got = compiled(module, X, TEXT, encoder_hidden_states_image=picture)
     want = called(params_of(module), module, X64, TEXT64, IMAGE64 if image else None)
@@ -97,7 +97,7 @@ def test_positions_of_queries_and_keys_are_separate() -> None:
 
 @pytest.mark.slow
 def test_norm_and_angles_are_rounded_once() -> None:
-    """Keys are within half of a step of bfloat16 from float64's, computed from the projection."""
+    """Keys are within half a step of bfloat16 of float64's, computed from the projection."""
     low = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     module, rotary = built(qk_norm="rms_norm", **low), rope_1d(H, S)
     text = jnp.asarray(TEXT, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What the modules refuse, before anything is traced; messages: golden/modules.txt."""
+"""Refusals of the modules, before anything is traced; messages: golden/modules.txt."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def with_image(image: Any = None, **how: Any) -> Any:
 
 
 def text_kv(**how: Any) -> Any:
-    """Call with keys and values of a text that fit, but for what is replaced."""
+    """Call with valid keys and values of a text, except for the replaced ones."""
     return cross()(X, kv=cross().compute_kv(TEXT)._replace(**how))
 
 

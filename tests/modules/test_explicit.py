@@ -30,7 +30,7 @@ ROTARY = rope_1d(8, 16)
 
 
 def modules() -> list[Any]:
-    """Build one of each: self-, cross- and joint attention."""
+    """Build self-, cross- and joint attention."""
     return [
         ma.FlaxAttention(32, qk_norm="rms_norm", **HEADS, rngs=nnx.Rngs(0)),
         ma.CrossAttention(32, 24, **HEADS, rngs=nnx.Rngs(1)),
@@ -55,7 +55,7 @@ def both(built: list[Any], x: Any, text: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def one_device() -> list[Any]:
-    """What modules give on one device: outputs and gradients."""
+    """The modules' outputs and gradients on one device."""
     return jax.tree.leaves(both(modules(), X, TEXT))
 
 

@@ -1,4 +1,4 @@
-"""Splitting and merging heads, and attention for inputs that are not split."""
+"""Splitting and merging heads, and attention for inputs with merged heads."""
 
 from __future__ import annotations
 

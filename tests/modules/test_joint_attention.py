@@ -1,4 +1,4 @@
-"""`JointAttention`: both sequences as one, a text without an output, no output projections."""
+"""`JointAttention`: both sequences as one, no output for the text, no output projections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def built(**how: Any) -> JointAttention:
 
 
 def test_output() -> None:
-    """The text comes first, in angles too; each sequence has projections and norms of its own."""
+    """The text comes first, also in angles; each sequence has its own projections and norms."""
     module = built(qk_norm="rms_norm", kv_heads=2, bias=True)
     p, sources = params_of(module), (np.float64(TEXT), np.float64(X))
 
@@ -65,7 +65,7 @@ def test_both_outputs_have_the_modules_dtype() -> None:
     ids=["no_text", "heads_joined", "both"],
 )
 def test_outputs_that_are_left_out(how: dict[str, Any], kind: AxisType) -> None:
-    """A text's output, or both projections; their biases are left to the caller on demand."""
+    """Without the text's output, or without both projections; the caller may add their biases."""
     whole, module = built(), built(**how)
     shared = {k: v for k, v in nnx.to_pure_dict(nnx.state(whole)).items() if hasattr(module, k)}
     nnx.update(module, shared)

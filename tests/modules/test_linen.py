@@ -1,4 +1,4 @@
-"""In Flax Linen: maxattn's modules through the bridge, Linen's own attention, weights both ways."""
+"""Flax Linen: maxattn's modules through the bridge, Linen's own attention, weights both ways."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASK = ma.masks.LocalWindow(5, 2)
 
 
 def updated(layer: nnx.Module, params: Any) -> Any:
-    """Put Linen's parameters into a module."""
+    """Copy Linen's parameters into a module."""
     state = nnx.state(layer, nnx.Param)
     nnx.replace_by_pure_dict(state, params)
     nnx.update(layer, state)
@@ -95,7 +95,7 @@ def test_weights_go_to_nnx_and_back_bit_for_bit():
 
 
 def test_linen_s_attention_over_maxattn_is_linen_s():
-    """And that of NNX with Linen's weights."""
+    """So is NNX's with Linen's weights."""
     theirs = nn.MultiHeadDotProductAttention(num_heads=4)
     ours = nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=ma.attention_fn(CHUNKS))
     variables = theirs.init(jax.random.key(0), X)

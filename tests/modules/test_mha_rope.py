@@ -1,4 +1,4 @@
-"""Rotary embeddings in `nnx.MultiHeadAttention`: `attention_fn(rope=)`, `swap`, against flax."""
+"""Rotary embeddings in `nnx.MultiHeadAttention` (`attention_fn(rope=)`, `swap`), against flax."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_flax_rope = pytest.mark.skipif(
 
 
 def half_rope(x: Any, positions: Any = None, xp: Any = jnp) -> Any:
-    """Turn [..., T, H] in the half style, as `nnx.RoPE` does; every flax has this one."""
+    """Rotate [..., T, H] in the half style, as `nnx.RoPE` does in every flax that has it."""
     at = xp.arange(x.shape[-2]) if positions is None else positions
     angles = at[..., None] * 1e4 ** -(np.arange(0, x.shape[-1], 2) / x.shape[-1])
     a, b = xp.split(x, 2, axis=-1)

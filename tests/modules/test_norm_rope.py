@@ -1,6 +1,6 @@
-"""Norm and rotary embedding in one kernel, in modules: where it runs, and what is around it.
+"""Norm and rotary embedding in one kernel, in modules: when it runs, and the code around it.
 
-The same steps of XLA stand in for the kernel; tests/modules/row_kernel has the kernel itself.
+XLA's steps replace the kernel here; tests/modules/row_kernel tests the kernel itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ X, ROTARY = normal(2, 8, 24), ma.rope_1d(32, 8)
 
 
 def by_xla(work: RowWork, x: Any, parts: Any, tables: Any) -> Any:
-    """Compute rows [B, T, N H] as the kernel does."""
+    """Compute rows [B, T, N H] by XLA, in place of the kernel."""
     b, t, _ = x.shape
     names = [name for name, _ in work.vectors]
     vectors = {n: v.reshape(-1, work.head_dim) for n, v in zip(names, parts, strict=True)}
@@ -49,7 +49,7 @@ def by_xla(work: RowWork, x: Any, parts: Any, tables: Any) -> Any:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let modules run as if on one H200, and list the heads of each call of the kernel."""
+    """Pretend to run on one H200, and record the heads of each kernel call."""
     found: list[int] = []
 
     def norm_rows(launch: Any, rows: Any, parts: Any, tables: Any) -> Any:
@@ -163,7 +163,7 @@ def test_where_it_runs(runs: Any) -> None:
 
 
 class Doubled(nnx.RMSNorm):
-    """A norm of somebody else."""
+    """A user's norm."""
 
 
 BY_HEAD, BY_TOKEN = (("tensor", 2), ("context", 8))
@@ -213,7 +213,7 @@ def test_the_plan_prints_it(runs: Any, caplog: pytest.LogCaptureFixture) -> None
 def test_without_a_mesh_on_several_devices_xla_does_it(
     runs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inputs may be spread over them: XLA would gather what the kernel reads."""
+    """Inputs may be split over devices, and XLA would gather them for the kernel."""
     mesh = ma.AttentionConfig().make_mesh(jax.devices()[:1])
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert "the module has no mesh=" in decided().reason

@@ -1,4 +1,4 @@
-"""Bias, norm, rotary embedding and transpose in a TPU's kernel, interpreted, against float64."""
+"""Bias, norm, rotary embedding and transpose in a TPU kernel, interpreted, against float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V6E = ma.Target.named("TPU v6e")
 
 
 class Case(NamedTuple):
-    """Heads of one call; `tables` is how many batch rows have rotary tables of their own."""
+    """The heads of a call; `tables` is the number of batch rows with rotary tables of their own."""
 
     norm: str | None
     style: str | None
@@ -67,7 +67,7 @@ def test_forward_and_gradients(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_derivative_of_the_gradient() -> None:
-    """The tangent of a gradient is computed by XLA's steps."""
+    """XLA's steps compute the tangent of a gradient."""
     work, (x, vectors, tables), dy = _operands(CASES["flux"])
 
     def gradient(compute: Any, x: Any) -> Any:

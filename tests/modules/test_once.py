@@ -1,4 +1,4 @@
-"""A call binds its mask once and checks its operands once: `attention()` and every module."""
+"""A call binds its mask and checks its operands only once, in `attention()` and in modules."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ N, H = 3, 10
 
 
 def param(norm: QKNorm, name: str) -> nnx.Param[jax.Array]:
-    """Return a parameter that the norm has; flax types each as one that may be absent."""
+    """Return a parameter of the norm; flax types each as optional."""
     return getattr(norm, name)
 
 

@@ -1,4 +1,4 @@
-"""`FlaxAttention` against the module written again in float64: outputs, gradients, settings."""
+"""`FlaxAttention` against an independent version in float64: outputs, gradients, settings."""
 
 from __future__ import annotations
 

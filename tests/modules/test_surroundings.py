@@ -1,4 +1,4 @@
-"""Modules where jax forbids promotion of ranks and dtypes, and in 64-bit mode."""
+"""Modules in jax modes without promotion of ranks or dtypes, and in 64-bit mode."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def joint() -> Any:
 
 
 def stream(positions: str, per_layer: bool) -> list[jax.Array]:
-    """Make four blocks of a stream, and another one by two batch rows at once."""
+    """Run four blocks of a stream, and one of another stream with two batch rows."""
     module, made = attn(), []
     sizes: Any = {"layers": 1, "batch": 1, "kv_heads": HEADS, "dim_head": WIDTH, "dtype": "float32"}
     cache = ma.Stream(tokens_per_frame=4, window=3).cache(

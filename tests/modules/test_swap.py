@@ -1,6 +1,4 @@
-"""`swap` on whole models: same outputs and gradients, same parameters, and a reason for all that is
-left.
-"""
+"""`swap` on whole models: equal outputs, gradients and parameters, and a reason for each skip."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ class Model(nnx.Module):
 
 
 class Odd(nnx.Module):
-    """Attention of every kind that is left."""
+    """Attention of every kind that `swap` skips."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         def mine(query, key, value, **_):
@@ -77,7 +75,7 @@ TEXT = jax.random.normal(jax.random.key(1), (2, 5, 8))
 
 @nnx.jit
 def run(model: Model):
-    """Return a number of the output, and its gradients."""
+    """Return a scalar of the output, and its gradients."""
     return nnx.value_and_grad(lambda m: jnp.sum(jnp.sin(m(X, TEXT)) * jnp.arange(C)))(model)
 
 

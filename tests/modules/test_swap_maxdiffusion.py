@@ -1,6 +1,6 @@
-"""`swap` in modules that look as MaxDiffusion's do: told by name and attributes alone.
+"""`swap` in modules that resemble MaxDiffusion's, found by name and attributes only.
 
-The classes are written here; test_swap_maxdiffusion_source.py has MaxDiffusion's own.
+The classes are written here; test_swap_maxdiffusion_source.py uses MaxDiffusion's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ B, T, S, N, H = 2, 8, 5, 4, 8
 
 
 class NNXAttentionOp(nnx.Module):
-    """Attend densely in float32; has the settings that MaxDiffusion's op of this name has."""
+    """Dense attention in float32 with the settings of MaxDiffusion's op of this name."""
 
     def __init__(self, role: str = "self", scale: float = 0.3, **more: Any) -> None:
         self.heads, self.dim_head, self.scale, self.dtype = N, H, scale, jnp.float32
@@ -44,7 +44,7 @@ class NNXAttentionOp(nnx.Module):
 
 
 class Held(nnx.Module):
-    """Project, turn queries and keys where it attends to itself, attend, and project."""
+    """Project, rotate queries and keys in self-attention, attend, and project."""
 
     def __init__(self, rngs: nnx.Rngs, role: str = "self", as_axis: bool = False) -> None:
         self.q, self.k, self.v, self.out = (nnx.Linear(N * H, N * H, rngs=rngs) for _ in range(4))
@@ -80,7 +80,7 @@ MASK = (jnp.arange(S) < jnp.array([[S], [3]])).astype(jnp.int32)
 
 @nnx.jit
 def run(model: Model) -> Any:
-    """Return a number of the output, and its gradients."""
+    """Return a scalar of the output, and its gradients."""
     return nnx.value_and_grad(lambda m: jnp.sum(jnp.sin(m(X, TEXT, MASK)) * jnp.arange(N * H)))(
         model
     )
@@ -140,7 +140,7 @@ class Taught(NNXAttentionOp):
 
 
 class ByItself(nnx.Module):
-    """Hold an op that it calls from a least length on, and not at all for dot_product."""
+    """A module that calls its op only from a least length on, and never for dot_product."""
 
     def __init__(self, kernel: str, least: int = 0) -> None:
         self.attention_kernel, self.flash_min_seq_length = kernel, least
@@ -148,7 +148,7 @@ class ByItself(nnx.Module):
 
 
 class Odd(nnx.Module):
-    """Ops of every kind that is left, and some that are not."""
+    """Ops of every kind that `swap` skips, and modules that are no ops."""
 
     def __init__(self) -> None:
         self.aged = NNXAttentionOp()

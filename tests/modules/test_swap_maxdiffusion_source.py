@@ -1,14 +1,14 @@
-"""swap in MaxDiffusion's own modules: outputs and gradients as before, the same parameters.
+"""swap in MaxDiffusion's own modules: equal outputs, gradients and parameters.
 
-Its source is no part of maxattn. Where it is, the tests run:
+Its source is not part of maxattn. With a checkout the tests run:
 
     git clone https://github.com/AI-Hypercomputer/maxdiffusion
     git -C maxdiffusion checkout 7cfb8801d41d
     MAXATTN_MAXDIFFUSION=maxdiffusion/src python -m pytest -n 0 -s
     tests/modules/test_swap_maxdiffusion_source.py
 
-What its modules import beside maxattn[dev]: aqtp, chex, google-cloud-storage, huggingface_hub,
-msgpack, regex, requests, tensorboardX and torch.
+Its modules need beside maxattn[dev]: aqtp, chex, google-cloud-storage, huggingface_hub, msgpack,
+regex, requests, tensorboardX and torch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def wan_cached(mesh: Any = None) -> Made:
 
 
 def wan_image(mesh: Any = None) -> Made:
-    """Image-to-video: 128 places for 20 image tokens, the rest of them padding, then the text."""
+    """Image-to-video: 128 slots for 20 image tokens, the rest is padding, then the text."""
     x, keys = states(128 + 10)
     module = wan(mesh, is_self_attention=False, added_kv_proj_dim=WIDTH, image_seq_len=20)
     keep = jnp.broadcast_to((jnp.arange(138) < 20) | (jnp.arange(138) >= 128), (BATCH, 138))
@@ -115,7 +115,7 @@ def flux2(mesh: Any = None) -> Made:
 
 
 def wan_model(mesh: Any = None) -> Made:
-    """The whole model, its layers scanned."""
+    """The whole model with scanned layers."""
     model = of("wan.transformers.transformer_wan", "WanModel")(
         nnx.Rngs(0), num_attention_heads=HEADS, attention_head_dim=HEAD_DIM, in_channels=4,
         out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=2, mesh=mesh,
@@ -131,7 +131,7 @@ IN_A_MESH = (wan_self, wan_cross, wan_image, ltx2, wan_model)  # the model runs 
 
 
 def both(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that gives the output of a module and the gradients of all parameters."""
+    """Return a function that gives a module's output and the gradients of all parameters."""
 
     def loss(module: Any) -> Any:
         out = call(module)
@@ -166,7 +166,7 @@ def shardings(module: nnx.Module) -> list[Any]:
 
 @contextmanager
 def in_their_mesh(source: Path, shape: tuple[int, ...]) -> Iterator[Mesh]:
-    """Enter eight devices as MaxDiffusion has them, with the axis rules of its Wan YAML."""
+    """Enter a mesh of eight devices with the axis rules of MaxDiffusion's Wan YAML."""
     file = source / "maxdiffusion" / "configs" / "base_wan_14b.yml"
     rules = yaml.safe_load(file.read_text())["logical_axis_rules"]
     as_tuples = [(name, tuple(to) if isinstance(to, list) else to) for name, to in rules]
@@ -178,7 +178,7 @@ def in_their_mesh(source: Path, shape: tuple[int, ...]) -> Iterator[Mesh]:
 
 
 def lay_out(module: nnx.Module, mesh: Mesh) -> None:
-    """Spread parameters over the mesh by the names that MaxDiffusion gave their axes."""
+    """Place parameters on the mesh by MaxDiffusion's names of their axes."""
     state = nnx.state(module, nnx.Param)
 
     def place(spec: PartitionSpec) -> NamedSharding:
@@ -211,7 +211,7 @@ def test_on_eight_devices(
 
 
 def test_heads_as_an_axis_and_padding() -> None:
-    """Z-Image, which attends by itself unless flash does: [B, N, T, H], and flags of keys."""
+    """Z-Image, which computes attention itself unless it is flash: [B, N, T, H], and key flags."""
     kind = of("z_image.transformer_z_image", "ZImageAttention")
     dense = kind(nnx.Rngs(0), WIDTH, HEADS)
     flash = kind(nnx.Rngs(0), WIDTH, HEADS, attention_kernel="flash", flash_min_seq_length=8)

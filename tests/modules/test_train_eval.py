@@ -1,4 +1,4 @@
-"""Dropout is on until `eval()`, as in NNX; a call's `deterministic` goes first."""
+"""Dropout is on until `eval()`, as in NNX; a call's `deterministic` takes precedence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 class Block(nnx.Module):
-    """A module that passes nothing about dropout to the attention inside it."""
+    """A module that passes no dropout settings to the attention inside it."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.attn = kind, KINDS[kind](**SIZES, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""The modules under jit, vmap, scan, remat and on meshes; their state and their static side."""
+"""The modules under jit, vmap, scan, remat and on meshes; their state and static parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `auto` takes on NVIDIA GPUs that nobody tuned: rules, and how far they are from the best."""
+"""Choices of `auto` on untuned NVIDIA GPUs: its rules, and their distance from the fastest."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_other_hopper_gpus_say_that_nobody_measured_them() -> None:
 
 
 def test_the_rules_are_near_the_fastest_of_what_was_measured() -> None:
-    """All time over that of the fastest kernels, of 1,520 calls; flash always takes 1.0082."""
+    """Total time relative to the fastest kernels', over 1,520 calls; always flash gives 1.0082."""
     text = grid.report(grid.judged(grid.read_files(grid.MEASURED)))
     assert "flash is the fastest in 2,861 of 3,040 passes" in text and "2,861 of 3,040" in gpu.FLASH
     assert "flash always: all time over that of the fastest 1.0082" in text

@@ -1,4 +1,4 @@
-"""Plans of an H200 whose cache holds measured kernels: what they take, refuse, and say."""
+"""Plans for an H200 with measured kernels in its cache: choices, refusals and texts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def keep(
     call: ma.Call = CALL,
     **others: Any,
 ) -> ma.Target:
-    """Write what `maxattn tune` writes on an H200, and return the target that has read it."""
+    """Write the file that `maxattn tune` writes on an H200; return a target that has read it."""
     times = ({name: [ms] * 5 for name, ms in its.items()} for its in (forward, backward))
     of = dict(zip(("forward_ms", "backward_ms"), times, strict=True))
     identity = {
@@ -124,7 +124,7 @@ def test_a_failed_kernel_is_kept_out_even_where_nothing_was_measured(cache):
 
 
 def test_failed_plain_kernels_still_run_last(cache):
-    """Where nothing else can run a call, plain JAX is tried again."""
+    """If no other kernel can run a call, plain JAX is tried although it failed in tuning."""
     call = replace(CALL, dtype="float32")
     failed = {"dot_product": "forward: out of memory", "memory_efficient": "backward: the same"}
     target = keep(cache, {}, {}, call, failed=failed)

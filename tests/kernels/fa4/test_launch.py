@@ -1,4 +1,4 @@
-"""How problems are launched: one golden file, and that a plan and what runs ask the same value."""
+"""How problems are launched: one golden file; plans and kernels use the same `Launch`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_tiles_fit_shared_memory(head_dim: int, listed: bool) -> None:
 
 
 def test_the_tile_with_the_smallest_estimate_was_measured_to_be_fast() -> None:
-    """The rows from which the constants of tiles.py come, without a mask."""
+    """The measurements are those from which the constants of tiles.py come, without a mask."""
     rows = json.loads((ROOT / "docs/measured/h200-forward-tiles-2026-11-25.json").read_text())
     lost = []
     for row in rows["rows"]:

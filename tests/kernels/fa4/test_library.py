@@ -1,4 +1,4 @@
-"""A fa4-jax or cutlass-dsl with other operands than those tested is refused by name."""
+"""An fa4-jax or cutlass-dsl with other operands than the tested versions is refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLASH = ma.AttentionConfig(attention="flash")
 
 
 def write(root: Path) -> None:
-    """Write sources with all names of `library.USED`, and nothing else."""
+    """Write sources that have only the names in `library.USED`."""
     for file, places in library.USED.items():
         bodies: dict[str, list[str]] = {}
         for where, names in places.items():
@@ -98,7 +98,7 @@ def parsed(names: Any) -> Iterator[ast.AST]:
 
 
 def root(node: Any) -> str:
-    """Name the variable that an attribute is read of, or the module that is imported for it."""
+    """Return the variable of an attribute chain, or the module that it imports."""
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "import_module":
             return ast.unparse(node.args[0]).strip("'")
@@ -107,7 +107,7 @@ def root(node: Any) -> str:
 
 
 def attributes() -> dict[str, set[str]]:
-    """Return the names that are read of `super()`, of the traced kernel, and of anything else."""
+    """Return the names read from `super()`, from the traced kernel, and from other objects."""
     found: dict[str, set[str]] = {"methods": set(), "kernel": set(), "others": set()}
     groups = {"super()": "methods", "self": "kernel", "kernel": "kernel"}
     for x in parsed(READERS):

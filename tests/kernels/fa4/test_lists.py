@@ -1,4 +1,4 @@
-"""Lists of tiles, and the test of pairs in mixed ones, allow what the mask allows."""
+"""Tile lists, and the pair test in mixed tiles, allow the same pairs as the mask."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def in_one_program(inputs: Inputs, tile: Tile, by: str) -> tuple[Masked, tuple[L
 
 
 def pairs_of(inputs: Inputs, tile: Tile, by: str) -> np.ndarray:
-    """Go through the lists as a kernel does: how often each pair is visited and kept."""
+    """Follow the lists as a kernel does; count how often each pair is visited and kept."""
     given, (lists, arrays) = in_one_program(inputs, tile, by)
     test, found = given.test, np.zeros((2, 300 + 256, 300 + 256), int)
     assert test is not None

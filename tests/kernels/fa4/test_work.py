@@ -1,4 +1,4 @@
-"""Items: each step of each tile row and head is in one of them, long ones start first."""
+"""Items cover each step of each tile row and head once; long ones start first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_arithmetic_items_cover_each_step_once(how: Cut) -> None:
 
 
 def test_the_first_tile_row_of_a_head_is_the_first_of_its_items() -> None:
-    """Other tile rows may wait for it: it is to be running, or done."""
+    """Other tile rows may wait for it, so it must have started before them."""
     how = Cut(ALL, 3)
     places = [how.place(at, 4, 2, np) for at in range(how.count(4, 2))]
     for lane in range(6):

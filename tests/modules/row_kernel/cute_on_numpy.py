@@ -1,8 +1,8 @@
-"""The few operations of CuTe that the kernels of the norms use, on numpy.
+"""The operations of CuTe that the norm kernels use, on numpy.
 
-A value of a kernel is an array over the threads of one block, which go through the kernel in step;
-the blocks follow each other. Every load and store is checked: inside its array, at an address as
-even as the kernel promises, and what several threads store to one place is the same.
+A value in a kernel is an array over the threads of one block, which run in lockstep; blocks run one
+after another. Every load and store is checked: it is in bounds, its address has the promised
+alignment, and threads that store to one address store equal values.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Registers:
 
 
 class Shared:
-    """Shared memory in which warps leave their sums: [2, warps], or [2, 2, warps]."""
+    """Shared memory for sums of warps: [2, warps], or [2, 2, warps]."""
 
     def __init__(self, shape: tuple[int, ...], threads: int) -> None:
         self.data, self.threads = np.full(shape, np.nan, np.float32), threads
@@ -96,7 +96,7 @@ class Shared:
 
 
 class Machine:
-    """One launch at a time: its threads, its grid, the block that runs."""
+    """The state of one launch: its threads, its grid, the current block."""
 
     def __init__(self) -> None:
         self.threads = self.grid = self.block = 0
@@ -132,7 +132,7 @@ class Machine:
         return Memory(np.full(layout, np.nan, kind.dtype))
 
     def start(self, atom: int, source: Any, target: Any) -> None:
-        """Note a copy that runs on its own: it is done when it is waited for, and no sooner."""
+        """Record an asynchronous copy; it is performed only when it is waited for."""
         assert atom in (32, 64, 128) and atom == 8 * source[0].numbers.itemsize * source[1]
         self.started.append((source, target))
 
@@ -206,7 +206,7 @@ def modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def on_numpy() -> Iterator[None]:
-    """Let the kernels be imported with these modules; afterwards they are not imported."""
+    """Replace the packages during the kernels' import; unload the kernels afterwards."""
     before = {name: sys.modules.pop(name, None) for name in (*modules(), *KERNELS)}
     sys.modules.update(modules())
     try:

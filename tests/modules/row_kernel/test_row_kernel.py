@@ -1,5 +1,6 @@
-"""The row kernel: thread by thread on numpy, against float64, as XLA's steps are; what CuTe's own
-compiler makes of it, where it is installed.
+"""The row kernel, thread by thread on numpy, and XLA's steps, both against float64.
+
+If CuTe is installed, its own compiler compiles the kernel too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FEW_OR_MANY = (2, 1000)
 
 
 class Case(NamedTuple):
-    """The work on rows, their number, and the shapes of the vectors' parts."""
+    """The kernel's operation, the number of rows, and the shapes of the vectors' parts."""
 
     work: RowWork
     b: int
@@ -51,14 +52,14 @@ class Case(NamedTuple):
 def rotary(
     n: int, h: int, norm: str | None, style: str | None, b: int, t: int, own: bool, **heads: int
 ) -> Case:
-    """Norm and rotary embedding; the vectors are of so many heads."""
+    """Describe norm and rotary embedding with vectors for some heads."""
     named = tuple((name, VectorParts()) for name in heads)
     shapes = tuple((1, 1, 1, k * h) for k in heads.values())
     return Case(RowWork(n, h, norm, EPS, style, named), b, t, shapes, own)
 
 
 def adaptive(b: int, t: int, d: int, vectors: Any, leading: Any, branch: Any = None) -> Case:
-    """The adaptive norm; `leading` has the leading axes of each part of the vectors."""
+    """Describe the adaptive norm; `leading` has the leading axes of each part of the vectors."""
     work = RowWork(d // 8, 8, "layer", EPS, None, tuple(vectors.items()))
     return Case(work, b, t, tuple((*of, 3, d) for of in leading), branch=branch)
 
@@ -112,7 +113,7 @@ def drawn(case: Case, dtype: Any, mean: float = 0.0) -> Drawn:
 
 
 def exact(case: Case, of: Drawn, total: Any) -> list[Any]:
-    """Return y and, after a branch, the sum in float64; a `total` that was rounded is normed."""
+    """Return y and, with a branch, the sum in float64; a rounded `total` is normed if given."""
     work, left, vectors = case.work, iter(of.parts), {}
     for name, vector in work.vectors:
         each = [next(left)[:, :, row].astype(np.float64) for row in vector.rows]
@@ -140,7 +141,7 @@ def exact(case: Case, of: Drawn, total: Any) -> list[Any]:
 
 
 def run(case: Case, of: Drawn) -> list[Any]:
-    """Return y and, after a branch, the sum, by the kernel on numpy."""
+    """Return y and, with a branch, the sum, from the kernel on numpy."""
     results = [Memory(np.zeros_like(of.rows[0])) for _ in of.rows]
     operands = (list(map(Memory, each)) for each in of)
     with on_numpy():
@@ -179,7 +180,7 @@ def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("norm", ["modulated", "left-over threads"])
 def test_a_large_mean_costs_no_digits(norm: str) -> None:
-    """The variance is that of distances from the mean: 1,000 away, float32 squares lose it."""
+    """The variance uses distances from the mean; at a mean of 1,000 float32 squares lose it."""
     t, d = CASES[norm].t, CASES[norm].work.channels
     case = adaptive(1, t, d, MODULATED, ((1, 3), (1, 1)) * 2)
     of = drawn(case, np.float32, 1e3)
@@ -206,7 +207,7 @@ def test_low_precision_is_rounded_once(name: str, dtype: Any) -> None:
     [(96, 128, 2, 99), (96, 128, 4, 163), (128, 72, 2, 0), (3, 20, 2, 0), (2, 512, 2, 0)],
 )
 def test_which_rows_fit(heads: int, head_dim: int, width: int, kib: int) -> None:
-    """Of GPUs with 99, 163 and 227 KiB of shared memory an SM, those from `kib` on take them."""
+    """SMs have 99, 163 or 227 KiB of shared memory; those with at least `kib` fit the rows."""
     work = RowWork(heads, head_dim, "across", EPS, "interleaved", (("scale", VectorParts()),))
     fitting = [n for n in (99, 163, 227) if RowLaunch(work, (width,), 132, n * 2**10).fits()]
     assert fitting == [n for n in (99, 163, 227) if kib and n >= kib]
