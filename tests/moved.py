@@ -1,4 +1,4 @@
-"""Parameters that all say something: new ones are 0 or 1 in many layers."""
+"""Make every parameter matter: in many layers, initial ones are 0 or 1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def moved(state: Any) -> Any:
-    """Return arrays moved by a tenth of normal numbers, the same ones every time."""
+    """Return arrays plus a tenth of normal numbers, always the same ones."""
     rng = np.random.default_rng(0)
     by = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), state)
     return _sum(state, by)
@@ -17,5 +17,5 @@ def moved(state: Any) -> Any:
 
 @jax.jit
 def _sum(state: Any, by: Any) -> Any:
-    """Add in one program: alone, each shape has a few of its own."""
+    """Add in one program; operation by operation, each shape compiles several."""
     return jax.tree.map(lambda x, y: x + 0.1 * y, state, by)

@@ -1,8 +1,8 @@
-"""Run a part of the tests on the newest Python that is found here, with the newest packages.
+"""Run a part of the tests on the newest installed Python, with the newest packages.
 
 `python -m tests.newest` needs only the standard library. It makes `.venv-newest`, with the newest
 jax, flax and tokamax that pip finds for that Python, and runs the tests that break first when those
-packages change. Where there is no newer Python, or no package index, it says so and does nothing.
+packages change. Without a newer Python, or without a package index, it prints so and does nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNREACHED = ("connection", "name resolution", "timed out", "proxy")
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Run the tests and return their exit status; 0 where nothing can be run, which is said."""
+    """Run the tests and return their exit status, or 0 if nothing can be run, with a message."""
     named = os.environ.get("MAXATTN_NEWEST_PYTHON")
     python = Path(named) if named else environment(newer(found(), sys.version_info[:2]))
     return tests(python, arguments) if python else 0
@@ -47,7 +47,7 @@ def found() -> list[Path]:
 
 
 def newer(pythons: Iterable[Path], own: tuple[int, int]) -> list[Path]:
-    """Keep those of a newer minor version than `own`, newest first, one for each minor version."""
+    """Return those with a newer minor version than `own`, newest first, one per minor version."""
     newest: dict[tuple[int, int], tuple[Version, Path]] = {}
     for python in pythons:
         version = version_of(python)
@@ -57,7 +57,7 @@ def newer(pythons: Iterable[Path], own: tuple[int, int]) -> list[Path]:
 
 
 def version_of(python: Path) -> Version | None:
-    """Ask a Python for its version; None where it does not run, or is no release."""
+    """Ask a Python for its version; None if it does not run, or is not a release."""
     run = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     numbers = re.fullmatch(r"(\d+) (\d+) (\d+)\n", run.stdout)
     if run.returncode or not numbers:
@@ -67,7 +67,7 @@ def version_of(python: Path) -> Version | None:
 
 
 def environment(pythons: Sequence[Path]) -> Path | None:
-    """Make an environment of the first Python that all packages exist for; None where none is."""
+    """Make an environment of the first Python that has all packages; None if no Python does."""
     for base in pythons:
         subprocess.run([base, "-m", "venv", "--clear", HERE], check=True)
         python = HERE / ("Scripts" if os.name == "nt" else "bin") / "python"
@@ -84,7 +84,7 @@ def environment(pythons: Sequence[Path]) -> Path | None:
 
 
 def install(python: Path) -> str:
-    """Install the newest packages; return the last line of what pip says where it fails."""
+    """Install the newest packages; on failure return the last line of pip's output."""
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
     pip += ["--no-compile"]  # most files are never imported; those that are are compiled then
     for packages in (["pip"], ["-e", f"{ROOT}[dev]"]):
@@ -95,7 +95,7 @@ def install(python: Path) -> str:
 
 
 def tests(python: Path, arguments: Sequence[str]) -> int:
-    """Say the versions and run the tests, by a Python that has what they need."""
+    """Print the versions and run the tests, with a Python that has the packages."""
     names = ("jax", "flax", "tokamax")
     say = f"from importlib.metadata import version as v; print(*(n + ' ' + v(n) for n in {names}))"
     subprocess.run([python, "-c", f"import sys; print('Python', sys.version); {say}"], check=True)

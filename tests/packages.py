@@ -1,4 +1,4 @@
-"""Optional packages: tests that compare with them are skipped where they are not installed."""
+"""Optional packages: tests that need one are skipped if it is not installed."""
 
 from __future__ import annotations
 

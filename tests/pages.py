@@ -1,12 +1,11 @@
 """Read the pages: README.md and docs/, their fenced blocks, and the comments that mark blocks.
 
-A block is run (`python`, `sh`, and the cells of notebooks), loaded (`yaml`), or shown alone
-(`text`, and what the site's API is made of). A comment on the line before its fence says
-what a block is:
+A block is run (`python`, `sh`, and the cells of notebooks), loaded (`yaml`), or only shown (`text`,
+and sources of the site's API). A comment in the line before its fence marks a block:
 
     <!-- needs: an NVIDIA GPU -->   it is not run here, and why
-    <!-- output -->                 it is what the block before prints; `...` stands for any text
-    <!-- site: support -->          no block: a text of docs/building/ stands there in the site
+    <!-- output -->                 the output of the block before; `...` matches any text
+    <!-- site: support -->          not a block: the site inserts a text of docs/building/ here
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ MARK = re.compile(r"<!-- (needs: .+|output) -->\n\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """Hold one fenced block of a page.
+    """One fenced block of a page.
 
     Args:
         page: the path of the page from the root of the repository.
         line: the line of its fence, from 1.
-        language: the word behind the fence.
-        text: what stands between the fences.
-        mark: what the comment before the fence says, or "".
+        language: the word after the opening fence.
+        text: the lines between the fences.
+        mark: the text of the comment before the fence, or "".
     """
 
     page: str
@@ -43,7 +42,7 @@ class Block:
 
     @property
     def where(self) -> str:
-        """Where it stands, as `README.md:12`."""
+        """The place of the block, such as `README.md:12`."""
         return f"{self.page}:{self.line}"
 
 
@@ -59,7 +58,7 @@ def text_of(page: str) -> str:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """Give the fenced blocks of a page, from its top."""
+    """Yield the fenced blocks of a page, from its top."""
     text = text_of(page)
     for found in FENCE.finditer(text):
         before = text[: found.start()]
@@ -70,7 +69,7 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def lines_outside_of_fences(page: str) -> Iterator[tuple[int, str]]:
-    """Give (number, line) of the lines of a page that stand in no fenced block."""
+    """Yield (number, line) for the lines of a page outside of fenced blocks."""
     inside = False
     for number, line in enumerate(text_of(page).splitlines(), 1):
         fence = line.startswith("```")

@@ -1,4 +1,4 @@
-"""Choose few cases of a product that have every pair of values of any two axes."""
+"""Choose few cases of a product so that every pair of values of any two axes occurs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def product(axes: Mapping[str, Sequence], legal: Callable[[dict], bool]) -> list
 
 
 def name_of(case: dict) -> str:
-    """Name a case by its values."""
+    """Name a case after its values."""
     return "-".join(str(value).replace(" ", "_") for value in case.values())
 
 
@@ -27,10 +27,10 @@ def pairwise(
     tries: int = 60,
     core: Sequence[str] | None = None,
 ) -> list[dict]:
-    """Return legal cases, greedily, that cover every pair which any legal case has.
+    """Return legal cases, chosen greedily, that cover every pair which any legal case has.
 
-    With `core`, only pairs of values of those axes, and every value of the others with every one
-    of the first of them: as many cases as the two longest axes of `core` ask for.
+    With `core`, cover only pairs of values of those axes, and every value of the others with every
+    value of the first axis: as many cases as the two longest axes of `core` require.
     """
     core = list(axes) if core is None else core
     rng = random.Random(seed)
@@ -64,9 +64,9 @@ def pairwise(
 def plainly(
     cases: Sequence[dict], axis: str, plain: Any, legal: Callable[[dict], bool], core: Sequence[str]
 ) -> list[dict]:
-    """Give an axis its plain value in every case where no pair of `core` is lost by it.
+    """Give each axis its plain value in cases in which that loses no pair of `core`.
 
-    Of equal cases that this makes, one is left.
+    Remove duplicates that this makes.
     """
     found, made = [_pairs(case, core) for case in cases], []
     times = Counter(pair for pairs in found for pair in pairs)

@@ -1,6 +1,4 @@
-"""Attention in float64 numpy, forward and gradients, written from the definition and sharing no
-code with maxattn.
-"""
+"""Attention in float64 numpy, forward and gradients, from its definition, without maxattn."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ class Answer(NamedTuple):
 
 
 def attention64(q, k, v, allowed=None, bias=None, scale=None, dout=None, dlse=None) -> Answer:
-    """Compute everything densely. `allowed` and `bias` broadcast to [B, N, T, S]."""
+    """Compute everything densely; `allowed` and `bias` broadcast to [B, N, T, S]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     (b, t, n, h), (s, kv_heads) = q.shape, k.shape[1:3]
     scale = h**-0.5 if scale is None else scale
@@ -79,7 +77,7 @@ def error(got, want) -> float:
 def mean_error(got, want) -> float:
     """Return the root mean square of the differences over that of `want`, or over 1e-3.
 
-    Two roundings of the same numbers differ in their largest error by chance, hardly in this one.
+    Between two roundings of the same numbers, the largest error varies by chance, this one hardly.
     """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     finite = _finite(got, want)
@@ -90,7 +88,7 @@ def mean_error(got, want) -> float:
 
 
 def _finite(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Tell which entries are wanted finite. NaN is an error: no comparison finds it too large."""
+    """Return which entries must be finite; a NaN is an error, though no comparison finds it."""
     finite = np.isfinite(want)
     assert (got[~finite] == want[~finite]).all(), "infinite entries differ"
     wrong = np.count_nonzero(~np.isfinite(got[finite]))

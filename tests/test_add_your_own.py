@@ -1,6 +1,4 @@
-"""A kernel, a strategy and a mask of a user's own: one file and one row each, and no file of
-maxattn is edited.
-"""
+"""A user's own kernel, strategy and mask: one file and one row each, maxattn unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `attention()` promises around the numbers: no retrace, no T x S array, remat, transforms."""
+"""Guarantees of `attention()` beside its numbers: no retrace, no T x S array, remat, transforms."""
 
 from __future__ import annotations
 

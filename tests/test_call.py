@@ -1,4 +1,4 @@
-"""A `Call` that is made by hand is checked, and brought to what `Call.of` makes of arrays."""
+"""A `Call` made by hand is checked, and normalised to the form that `Call.of` gives."""
 
 from __future__ import annotations
 

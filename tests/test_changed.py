@@ -1,4 +1,4 @@
-"""`make check` runs the tests that mirror what changed."""
+"""`make check` runs the tests that mirror changed files."""
 
 from __future__ import annotations
 

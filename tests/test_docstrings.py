@@ -1,7 +1,7 @@
-"""The examples in public docstrings run, and what a user calls first has one.
+"""The examples in public docstrings run, and the most used objects have one.
 
-An example is written for Python's doctest. It runs in an empty folder, and finds `ma`, `jax`,
-`jnp`, `np` and `nnx` imported.
+An example is written for Python's doctest. It runs in an empty folder, with `ma`, `jax`, `jnp`,
+`np` and `nnx` imported.
 """
 
 from __future__ import annotations

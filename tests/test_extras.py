@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml: one bound a package, and combinations that pip can resolve."""
+"""The extras of pyproject.toml: one bound per package, and combinations that pip can resolve."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parts(requirement: str) -> list[str]:
 
 
 def requirements(*extras: str) -> list[str]:
-    """List what pip is asked for, with maxattn's extras of itself written out."""
+    """List the requirements of an extra, with maxattn's own extras expanded."""
     found = [*PROJECT["dependencies"]] if not extras else []
     for extra in extras:
         for each in EXTRAS[extra]:
@@ -35,14 +35,14 @@ def requirements(*extras: str) -> list[str]:
 
 
 def combinations() -> list[str]:
-    """Return the combinations that the page of hardware names, as "cuda13,tokamax"."""
+    """Return the combinations that the page on hardware names, such as "cuda13,tokamax"."""
     page = text_of("docs/guide/hardware.md")
     table = page[page.index("## Installation by platform") : page.index("FlashAttention-4 needs")]
     return sorted(set(re.findall(r"`\[([\w,]+)\]`", table)))
 
 
 def largest() -> list[str]:
-    """Leave out combinations that are part of another: they resolve where it does."""
+    """Remove combinations that are part of another one, which covers them."""
     sets = {each: {*each.split(",")} for each in combinations()}
     return [each for each, own in sets.items() if not any(own < other for other in sets.values())]
 
@@ -58,7 +58,7 @@ def test_a_package_has_one_bound_in_all_extras() -> None:
 
 
 def test_extras_of_others_are_written_with_dashes() -> None:
-    """pip 23.2 finds no extra that is written with an underscore, and only warns of it."""
+    """pip 23.2 does not find an extra that is written with an underscore, and only warns."""
     for each in [each for extra in EXTRAS for each in requirements(extra)]:
         assert "_" not in parts(each)[1], each
 
@@ -79,7 +79,7 @@ def test_the_page_of_hardware_names_every_extra() -> None:
 
 @pytest.fixture(scope="module")
 def pip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Return the newest pip as a command: an old one can search for hours."""
+    """Return the newest pip as a command, because an old one can search for hours."""
     at = tmp_path_factory.mktemp("pip")
     subprocess.run([sys.executable, "-m", "venv", str(at)], check=True)
     command = [str(at / "bin" / "python"), "-m", "pip"]
@@ -91,7 +91,7 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def resolve(pip: list[str], python: str, asked: list[str]) -> subprocess.CompletedProcess[str]:
-    """Let pip resolve for a Python, from wheels alone; nothing is installed."""
+    """Resolve for a Python with wheels only; install nothing."""
     how = ["--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check"]
     how += ["--python-version", python, "--only-binary=:all:", "--target", "/nonexistent"]
     command = [*pip, "install", *how, *asked]

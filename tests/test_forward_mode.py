@@ -1,4 +1,4 @@
-"""Forward mode of dot_product, dense and memory-efficient, against jax's own of float64 code."""
+"""Forward mode of dot_product, dense and memory-efficient, against jax's own on float64 code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ X, DX = draw(0), draw(1)
 
 
 def plain(q: Any, k: Any, v: Any, bias: Any) -> Tree:
-    """Return (out, lse) by jax.numpy; the LSE of a query that sees nothing counts as 0."""
+    """Return (out, lse) by jax.numpy; the LSE of a query without keys is 0."""
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     i, j = np.mgrid[:T, :S]
     allowed = (i < 14) & (j < 10) | (i >= 5) & (i < 19) & (j >= 3)
@@ -61,7 +61,7 @@ def total(f: Callable[..., Tree]) -> Callable[..., Any]:
 
 
 def mean_flow(f: Callable[..., Tree], x: Any, dx: Any) -> Any:
-    """The gradient of MeanFlow's loss: its target has a jvp, and no gradient."""
+    """Return the gradient of MeanFlow's loss, whose target has a jvp, and no gradient."""
 
     def loss(q: Any) -> Any:
         u, du = jax.jvp(lambda q: f(q, *x[1:])[0], (q,), dx[:1])
@@ -71,7 +71,7 @@ def mean_flow(f: Callable[..., Tree], x: Any, dx: Any) -> Any:
 
 
 def over_two(f: Callable[..., Tree], x: Any, dx: Any) -> Tree:
-    """Map queries and their tangents alone."""
+    """Map over queries and their tangents only."""
 
     def one(q: Any, dq: Any) -> Tree:
         return jax.jvp(lambda q: f(q, *x[1:]), (q,), (dq,))
@@ -161,7 +161,7 @@ def test_on_a_mesh(config: str, strategy: str) -> None:
 
 
 def test_a_module() -> None:
-    """Its tangent is the slope between two points near it."""
+    """Its tangent equals the slope between two nearby points."""
     attn = ma.FlaxAttention(16, heads=2, dim_head=8, config=DENSE, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 16)), jnp.float32)
     f = jax.jit(partial(attn, rotary_emb=ma.rope_1d(8, 12)))

@@ -1,4 +1,4 @@
-"""Arrays whose values cannot be read, and meshes without devices, are refused in our words."""
+"""Deleted or unreadable arrays, and meshes without devices, raise maxattn's errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = ma.AttentionConfig(attention="dot_product", context_parallel="all_gathe
 
 
 def gone(x: Any) -> Any:
-    """Delete a copy of an array, as donation does."""
+    """Return a deleted copy of an array, as after donation."""
     copy = jnp.array(x)
     copy.delete()
     return copy

@@ -1,6 +1,6 @@
-"""The layout holds: imports point one way, and what belongs to one place stands nowhere else.
+"""The layout of the repository: imports point one way, and each thing has one place.
 
-`NOT_YET` names what does not comply yet. It only shrinks: an entry that is no longer needed fails.
+`NOT_YET` lists exceptions. It only shrinks: an entry that is not needed fails.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _source(path: Path) -> Source:
 
 
 class _WithoutTypes(ast.NodeTransformer):
-    """Leave out what only the type checker imports."""
+    """Remove imports for the type checker."""
 
     def visit_If(self, node: ast.If) -> ast.AST:
         is_types = "TYPE_CHECKING" in ast.unparse(node.test)
@@ -90,7 +90,7 @@ class _WithoutTypes(ast.NodeTransformer):
 
 
 def only_not_yet(what: str, found: Iterable[str]) -> None:
-    """Compare offenders with those that are known."""
+    """Compare offenders with the listed exceptions."""
     found = set(found)
     assert not found - NOT_YET[what], "new"
     assert not NOT_YET[what] - found, "no longer needed in NOT_YET"
@@ -100,7 +100,7 @@ def only_not_yet(what: str, found: Iterable[str]) -> None:
 
 
 def imported(source: Source) -> Iterator[str]:
-    """Name every module that a file imports, at its top or in a function."""
+    """Yield every module that a file imports, at its top or in a function."""
     modules = {other.module for other in sources()}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
@@ -114,7 +114,7 @@ def imported(source: Source) -> Iterator[str]:
 
 
 def level(module: str) -> int:
-    """Number the level of a module: that of the longest name above it."""
+    """Return the level of a module, given by the longest listed name that contains it."""
     names = {name: number for number, group in enumerate(LEVELS) for name in group}
     above = [name for name in names if module == name or module.startswith(f"{name}.")]
     named = max(above, key=len)
@@ -123,7 +123,7 @@ def level(module: str) -> int:
 
 
 def climbs(source: Source, module: str) -> bool:
-    """Tell whether an import leads up, or sideways into another folder."""
+    """Check whether an import points up, or sideways into another folder."""
     if not module.startswith("maxattn"):
         return False
     here, there = level(source.module), level(module)
@@ -163,7 +163,7 @@ SEARCHES = {"startswith", "endswith", "find", "index", "count", "split", "partit
 
 
 def parts_of_device_names(tree: ast.AST) -> Iterator[str]:
-    """Yield the tests of a part of a device's name."""
+    """Yield the tests for a part of a device's name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             words = [node.left, *node.comparators]
@@ -212,7 +212,7 @@ def test_a_test_of_a_device_s_name_is_seen(text: str) -> None:
 
 
 def mask_classes() -> set[str]:
-    """Name every class of masks but the base."""
+    """Return the names of all mask classes except the base."""
     found, todo = set(), [Mask]
     while todo:
         subclasses = todo.pop().__subclasses__()
@@ -222,7 +222,7 @@ def mask_classes() -> set[str]:
 
 
 def class_tests(tree: ast.AST, classes: set[str]) -> Iterator[str]:
-    """Yield what asks whether a mask is of a class, or names a class in a string."""
+    """Yield code that checks a mask's class, or has a class name in a string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
             named = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
@@ -253,7 +253,7 @@ def test_a_test_of_a_mask_s_class_is_seen(text: str) -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """A private class, without its underscore, has no other's name either."""
+    """Private classes are compared without the underscore."""
     files: dict[str, list[str]] = {}
     for source in sources():
         for node in source.tree.body:
@@ -272,7 +272,7 @@ def test_no_package_has_a_function_under_the_name_of_its_file() -> None:
 
 
 def _bound(source: Source) -> Iterator[str]:
-    """Name what a package defines or imports at its top, but its own files."""
+    """Return the names that a package defines or imports at its top, without its own files."""
     for node in source.tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name

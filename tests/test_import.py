@@ -1,4 +1,4 @@
-"""`import maxattn` is light, touches no backend, and exports what it says."""
+"""`import maxattn` is fast, starts no backend, and exports the documented names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a user may hand over by mistake: each is refused by us, with a golden text, and not by jax
-from within.
-"""
+"""Mistakes in a user's inputs: each raises maxattn's own error, with a golden text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is private in jax may go with any release: calls of plain kernels do without it."""
+"""Calls of plain kernels work without jax's private modules, which any release may change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIGS = {
 
 @pytest.fixture
 def nothing_private(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Refuse maxattn every import of `jax._src`, and return what it asked for."""
+    """Fail every import of `jax._src` in maxattn, and return the imports that were tried."""
     there, asked = builtins.__import__, []
 
     def refuse(name: str, globals: Any = None, *others: Any, **named: Any) -> Any:

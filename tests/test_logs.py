@@ -1,4 +1,4 @@
-"""What `attention()` logs: each plan once, a mesh that is asked for and not there, a fallback."""
+"""Log lines of `attention()`: each plan once, a missing mesh, a fallback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Python `make test-newest` takes, and what it says where there is none."""
+"""The Python that `make test-newest` chooses, and its message if there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operands may be beside jax's arrays, and which derivatives attention has."""
+"""Operands other than jax's arrays, and the derivatives that attention supports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIGS = {
 @pytest.mark.parametrize("which", ["q", "k", "v", "bias", "all"])
 @pytest.mark.parametrize("kernel", CONFIGS)
 def test_variables_and_numpy_are_operands(which: str, kernel: str) -> None:
-    """A learned query handed over as it is: `nnx.Param`; numpy beside it."""
+    """A learned query may be passed as `nnx.Param`, beside numpy arrays."""
     config = CONFIGS[kernel]
     arrays = dict(zip("qkv", np.random.default_rng(0).normal(size=(3, 1, 9, 2, 8)), strict=True))
     arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
@@ -64,7 +64,7 @@ def test_dense_has_second_derivatives(strategy: str) -> None:
 
 
 def second_derivatives(attend: Any) -> Any:
-    """Differentiate forward over reverse, and reverse over reverse by q and k."""
+    """Differentiate forward over reverse, and reverse over reverse, by q and k."""
     x = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
 
     @jax.jit
@@ -95,7 +95,7 @@ MAPPED = [("dot_product", "v"), *product(CONFIGS, ["q", "bias"])]
     ("kernel", "mapped"), but(product(CONFIGS, ["q", "k", "v", "kv", "bias"]), MAPPED)
 )
 def test_vmap_gives_what_is_shared_its_own_gradient(kernel: str, mapped: str) -> None:
-    """Where v alone is mapped the LSE is not, and jax would count its gradient for each example."""
+    """If only v is mapped the LSE is not, and jax would count its gradient for each example."""
     config = CONFIGS[kernel]
     arrays = dict(zip("qkv", jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8)), strict=True))
     if kernel != "flash":

@@ -1,4 +1,4 @@
-"""What is handed out: the wheel alone runs README's first screen, the sdist is the repository."""
+"""Distributions: the wheel alone runs README's first example, the sdist is the repository."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IMPORTED_AS = {"PyYAML": "yaml"}
 
 
 def test_what_the_package_imports_is_installed_with_it() -> None:
-    """A command needs no extra but those that it names."""
+    """Commands need no extra except those that they name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = [re.split(r"[\[><=]", line)[0] for line in project["dependencies"]]
     installed = {IMPORTED_AS.get(name, name) for name in names}
@@ -81,7 +81,7 @@ def _minor(version: str) -> int:
 
 
 def run(*command: object, at: Path) -> str:
-    """Run a command without this checkout on the path; return what it prints."""
+    """Run a command without this checkout on the path; return its output."""
     done = attempt(*command, at=at)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -93,7 +93,7 @@ def attempt(*command: object, at: Path) -> subprocess.CompletedProcess[str]:
 
 
 def environment(at: Path, *packages: object) -> Path:
-    """Make a virtual environment of some packages; return its python."""
+    """Make a virtual environment with some packages; return its python."""
     run(sys.executable, "-m", "venv", at, at=at.parent)
     python = at / ("Scripts" if os.name == "nt" else "bin") / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -106,7 +106,7 @@ def environment(at: Path, *packages: object) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return an sdist and a wheel: those that `make release` built, or built here likewise."""
+    """Return an sdist and a wheel: those of `make release`, or built here in the same way."""
     if made := os.environ.get("MAXATTN_DIST"):
         (sdist,), (wheel,) = Path(made).glob("*.tar.gz"), Path(made).glob("*.whl")
         return sdist, wheel

@@ -1,6 +1,4 @@
-"""README.md and docs/ say what is so: their code runs, their output is what it prints, their links
-lead somewhere.
-"""
+"""README.md and docs/ are true: their code runs, outputs match, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ READMES += ["benchmarks/README.md"]
 
 
 def run_page(page: str) -> None:
-    """Run the blocks of a page in their order and in one namespace; compare what is marked."""
+    """Run the blocks of a page in order and in one namespace; compare marked outputs."""
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
     for block in blocks(page):
@@ -50,7 +48,7 @@ def run_page(page: str) -> None:
 
 
 def run_block(block: Block, names: dict[str, Any]) -> str:
-    """Run or load one block; return what it prints."""
+    """Run or load one block; return its output."""
     with redirect_stdout(StringIO()) as out:
         if block.language == "python":
             # Line breaks before the code: a traceback then names the line of the page.
@@ -65,7 +63,7 @@ def run_block(block: Block, names: dict[str, Any]) -> str:
 
 
 def commands(block: Block) -> list[str]:
-    """Split a block of commands; a line that ends with a backslash goes on."""
+    """Split a block into commands; a backslash at the end continues a line."""
     return [line for line in block.text.replace("\\\n", "").splitlines() if line.strip()]
 
 
@@ -77,7 +75,7 @@ def run_command(block: Block, command: str) -> None:
 
 
 def load(block: Block) -> None:
-    """Load a config; a first line `# NAME.yml` keeps it as that file for the blocks that follow."""
+    """Load a config; a first line `# NAME.yml` saves it as that file for later blocks."""
     named = CONFIG.match(block.text)
     path = Path(named[1] if named else "block.yml")
     path.write_text(block.text)
@@ -85,7 +83,7 @@ def load(block: Block) -> None:
 
 
 def check_output(block: Block, printed: str) -> None:
-    """Compare a block of output with what was printed."""
+    """Compare a block of output with the actual output."""
     if not OutputChecker().check_output(block.text, printed, ELLIPSIS):
         paste = f"```text\n{printed.rstrip()}\n```"
         raise AssertionError(f"{block.where}: paste this ('...' for what may differ):\n{paste}")
@@ -93,9 +91,7 @@ def check_output(block: Block, printed: str) -> None:
 
 @pytest.fixture
 def root_of_pages(tmp_path, monkeypatch):
-    """Stand in an empty folder with the repository's configs and examples; forget what a page
-    imports from them.
-    """
+    """Change into an empty folder with configs and examples; undo imports from them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for folder in ("configs", "examples"):
@@ -108,7 +104,7 @@ def root_of_pages(tmp_path, monkeypatch):
 
 
 def is_quick(page):
-    """Leave notebooks, which `make docs` runs as well, and pages that run models to test-all."""
+    """Check whether a page is fast enough for `make test`: no notebook, and no models."""
     return "notebooks" not in str(page) and Path(page).stem not in (
         "streaming",
         "models",
@@ -131,7 +127,7 @@ def test_every_block_runs_or_says_what_it_needs(page):
 
 @pytest.mark.parametrize("page", pages())
 def test_fences_and_marks_are_read(page):
-    """What the parser does not see would not be run."""
+    """Blocks that the parser misses would not be run."""
     text, found = text_of(page), list(blocks(page))
     assert text.count("```") == 2 * len(found)
     marks = re.findall(r"^<!-- (?!site: ).* -->$", text, re.MULTILINE)
@@ -187,7 +183,7 @@ def test_a_release_has_at_most_forty_entries():
 
 
 def test_measured_rows_are_cited():
-    """Every file of docs/measured has a table in a page of results."""
+    """Every file of docs/measured is cited in a page of results."""
     text = text_of("docs/results.md") + text_of("docs/results_tpu.md")
     cited = set(re.findall(r"measured/([\w.-]+)", text))
     assert {path.name for path in (ROOT / "docs/measured").iterdir()} == cited
@@ -201,7 +197,7 @@ def test_pages_that_code_names_are_there():
 
 
 def leads(page: Path, target: str) -> bool:
-    """Tell whether a link of a page leads to a file, and to a heading of it where it names one."""
+    """Check whether a link leads to a file, and to a heading if it names one."""
     path, _, anchor = target.partition("#")
     file = (page.parent / path).resolve() if path else page
     if not anchor:
@@ -211,5 +207,5 @@ def leads(page: Path, target: str) -> bool:
 
 
 def slug(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
+    """Return GitHub's anchor for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

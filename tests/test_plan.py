@@ -1,4 +1,4 @@
-"""Plans: what they choose, what they refuse, and every text a user meets, as golden files."""
+"""Plans: choices, refusals, and all of their texts, as golden files."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def zeros(*shape: int, dtype: str = "float32") -> jax.Array:
 
 
 def attend(settings: dict | None = None, mesh: dict | None = None, kv: Any = None, **changes: Any):
-    """Call attention, or plan it for a mesh that need not be there."""
+    """Call attention, or plan it for a mesh that need not exist."""
     x = dict.fromkeys("qkv", zeros(2, 8, 4, 16)) | dict.fromkeys("kv" if kv is not None else "", kv)
     x, cfg = x | changes, config(**settings or {})
     if mesh is None:
@@ -222,7 +222,7 @@ OF_CROSS: dict[str, tuple[str, ma.Target, Any, Any]] = {
 
 @pytest.mark.parametrize("name", OF_CROSS)
 def test_a_remedy_of_cross_attention_is_followed(name: str) -> None:
-    """It names `cross_attention`, and no strategy that cross-attention does not run."""
+    """The remedy names `cross_attention`, and only strategies that cross-attention supports."""
     kernel, target, mask, bias = OF_CROSS[name]
     asked = call(1, 1024, mask=mask, bias=bias, role="cross")
     plan = partial(ma.plan, asked, mesh={"context": 2}, target=target)

@@ -1,4 +1,4 @@
-"""Lengths to ten million, and beyond: what a plan lets run fits the codes that carry positions."""
+"""Lengths up to ten million and beyond: an allowed call fits the codes that carry positions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_padding_and_cross_lengths_are_counted() -> None:
 
 
 def test_what_a_plan_allows_is_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With codes of 5 bits for a position, what would be NaN in a ring is refused before."""
+    """With position codes of 5 bits, calls that would give NaN in a ring are refused."""
     monkeypatch.setattr(mask_codes, "POSITION_BITS", 5)
     monkeypatch.setattr(mask_codes, "MOST_POSITIONS", 32)
     monkeypatch.setattr(mask_codes, "MOST_SHARDS", 2**26)

@@ -1,6 +1,4 @@
-"""A plan says what runs: the same mask, the kernel asked for, and every transfer, seen in the
-compiled program.
-"""
+"""Plans match the compiled program: the mask, the kernel, and every transfer."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def plan(
 
 
 def test_forms_of_two_arrays_are_not_taken_for_one() -> None:
-    """A key padding or the complement of *another* one is not everything."""
+    """A key padding or the complement of *another* one does not allow every pair."""
     lengths, others = np.arange(1, 9), np.arange(8, 0, -1)
     either = M.KeyPadding(lengths) | ~M.KeyPadding(others)
     both = M.KeyPadding(lengths) & ~M.KeyPadding(others)
@@ -75,7 +73,7 @@ def test_a_length_that_does_not_divide_says_what_it_costs() -> None:
 
 
 def step_on(mesh_sizes: dict[str, int], kv_heads: int, bias: Any = None) -> tuple[ma.Plan, str]:
-    """Compile a training step of operands in their places; return its plan and program."""
+    """Compile a training step for placed operands; return its plan and program."""
     sizes: Any = {f"ici_{axis}_parallelism": size for axis, size in mesh_sizes.items()}
     config = ma.AttentionConfig(attention="dot_product", **sizes)
     mesh, (q, k, v) = config.make_mesh(), qkv(kv_heads=kv_heads)
@@ -101,7 +99,7 @@ def test_the_sum_over_copies_of_a_key_head_is_named() -> None:
 
 @pytest.mark.parametrize("blockwise", [False, True])
 def test_the_gradient_of_a_bias_is_summed_in_float32(blockwise: bool) -> None:
-    """1 + 2**-9 is 1 in bfloat16: shares that are rounded before their sum are lost."""
+    """1 + 2**-9 is 1 in bfloat16: shares rounded before their sum would lose it."""
     config = ma.AttentionConfig(
         attention="dot_product", use_memory_efficient_attention=blockwise, ici_data_parallelism=8
     )
@@ -140,7 +138,7 @@ def test_process_0_alone_logs(
 
 
 def test_float32_products_are_whole_on_every_matmul_unit() -> None:
-    """A CPU has no other precision: only the program shows what an accelerator is asked for."""
+    """A CPU has no lower precision, so the test reads the precision in the program."""
     q, k, v = qkv()
     for blockwise in (False, True):
         settings = {"attention": "dot_product", "use_memory_efficient_attention": blockwise}

@@ -1,4 +1,4 @@
-"""Remat policies: the same gradients whatever is kept, and what is kept is not computed again."""
+"""Remat policies: all give the same gradients, and saved values are not recomputed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def made(policy: str) -> tuple[Block, Any]:
 
 
 def count(policy: str) -> tuple[int, int]:
-    """Count exponentials of scores and products without batch axes, forward and backward."""
+    """Count exponentials of scores, and matmuls without batch axes, in forward and backward."""
     block, loss = made(policy)
     graphdef, state = nnx.split(block)
     grad = jax.grad(lambda s, x: loss(nnx.merge(graphdef, s), x), argnums=(0, 1))

@@ -61,7 +61,7 @@ def test_3d_splits_the_head_as_wan(head_dim: int, split: tuple[int, ...]) -> Non
 
 
 def wan(frames: Any, height: int, width: int) -> np.ndarray:
-    """Compute e^(i angle) of heads of 128 in float64, [T, 64], by loops over tokens."""
+    """Compute e^(i angle) for heads of 128 in float64, [T, 64], by loops over tokens."""
     powers = [1e4 ** (-2 * np.arange(c // 2) / c) for c in (44, 42, 42)]
     rows = [
         np.concatenate([n * p for n, p in zip((f, y, x), powers, strict=True)])
@@ -125,7 +125,7 @@ def test_numbers_that_are_read_are_those_of_a_count() -> None:
 
 
 def test_a_traced_frame_below_0_is_nan() -> None:
-    """It cannot be refused as `frames_negative` is."""
+    """It cannot be refused as concrete frames are in `frames_negative`."""
     got = jax.jit(frames)(jnp.array([-1, 1]))
     for part, want in ((got.cos, frames(2).cos), (got.sin, frames(2).sin)):
         assert np.isnan(part[:6, :22]).all()  # the channels of time
@@ -282,7 +282,7 @@ BY_PAIRS = [np.repeat(f(ANGLES), 2, -1).astype(np.float32) for f in (np.cos, np.
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_a_pair_whose_halves_are_alike_is_not_read_as_neighbours(array) -> None:
-    """A traced one cannot be refused: it gives NaN."""
+    """A traced pair cannot be refused, so it gives NaN."""
     cos, sin = map(array, BY_HALVES)
     with pytest.raises(InputError, match="style='half'"):
         apply_rotary(ONES, (cos, sin))
@@ -292,7 +292,7 @@ def test_a_pair_whose_halves_are_alike_is_not_read_as_neighbours(array) -> None:
 
 
 def test_a_traced_pair_of_full_width_is_read_as_neighbours() -> None:
-    """Its numbers cannot be looked at."""
+    """Its values cannot be inspected."""
     cos, sin = map(jnp.asarray, BY_PAIRS)
     turn = jax.jit(lambda c, s: apply_rotary(ONES, (c, s)))
     np.testing.assert_allclose(turn(cos, sin), apply_rotary(ONES, (cos, sin)), atol=1e-6)
@@ -316,7 +316,7 @@ def test_no_table_holds_nan(positions: list[list[float]], theta: float) -> None:
 
 
 class OnOtherHosts:
-    """A table of which this host holds one whole copy, or a part."""
+    """A table of which this host has one whole copy, or a part."""
 
     is_fully_addressable = False
 
@@ -353,7 +353,7 @@ def test_heads_may_have_angles_of_their_own(style: str) -> None:
 
 
 def test_as_many_tokens_as_heads_are_not_taken_for_heads() -> None:
-    """[B, 1, T, D] is of tokens, also where N = T; [B, T, N, D] of one token is of heads."""
+    """[B, 1, T, D] has tokens, also if N = T; [B, T, N, D] with one token has heads."""
     whole, angles = heads(1, 3, 3, 8), RNG.uniform(0, 6, (1, 1, 3, 4))
     for x, own in ((whole, angles.reshape(1, 3, 1, 4)), (whole[:, :1], angles)):
         y = np.asarray(apply_rotary(jnp.asarray(x), Rotary(np.cos(angles), np.sin(angles))))
@@ -363,7 +363,7 @@ def test_as_many_tokens_as_heads_are_not_taken_for_heads() -> None:
 
 @pytest.mark.parametrize("style", ["interleaved", "half"])
 def test_part_of_a_head_may_be_rotated(style: str) -> None:
-    """The pairs are those of a head that ends where the table does."""
+    """The rotated pairs are those of a head as wide as the table."""
     x = heads(2, 7, 3, 16)
     whole = rope_1d(12, 7, style=style)
     y = np.asarray(apply_rotary(jnp.asarray(x), Rotary(whole.cos, whole.sin, style, partial=True)))

@@ -1,4 +1,4 @@
-"""What SECURITY.md promises: files of others run nothing, reach nothing and cost little."""
+"""Promises of SECURITY.md: others' files run no code, open no other files and cost little."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNSAFE = {"np.load", "numpy.load", "torch.load", "yaml.load", "yaml.unsafe_load"
 
 
 def offences(tree: ast.AST) -> Iterator[str]:
-    """Yield what in a file could run what another file holds."""
+    """Yield code in a file that could execute another file's content."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.split(".")[0] in UNPICKLES)
@@ -53,7 +53,7 @@ def test_nothing_unpickles_or_evaluates_a_file():
 
 
 class Runs:
-    """Make a file when it is unpickled."""
+    """A pickle that makes a file when it is loaded."""
 
     def __init__(self, made: Path) -> None:
         self.made = made
@@ -221,7 +221,7 @@ def hostile(folder: Path) -> Iterator[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in KiB on Linux")
 def test_a_file_of_a_megabyte_takes_seconds_and_some_memory(tmp_path: Path):
-    """The limits leave room for a busy machine."""
+    """The limits allow for a busy machine."""
     reads, out = list(hostile(tmp_path)), tmp_path / "found.json"
     variables = os.environ | {"MAXATTN_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", BOUNDED, str(out)]

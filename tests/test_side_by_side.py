@@ -1,4 +1,4 @@
-"""Tables of names side by side: maxattn's names are arguments, and the others' are theirs."""
+"""Tables of names side by side: maxattn's names are its arguments, the others' names are theirs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def arguments(function: Any) -> set[str]:
 
 
 def ours(name: str) -> Any:
-    """Find what a column's head names, such as `ma.attention`."""
+    """Return the object that a column's head names, such as `ma.attention`."""
     here: Any = ma
     for part in name.removeprefix("ma.").split("."):
         here = getattr(here, part)

@@ -1,4 +1,4 @@
-"""The documentation's site: what is made of the code is right and whole, and the site builds."""
+"""The documentation site: generated texts are complete and correct, and the site builds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTEBOOKS = [page for page in pages() if page.startswith("docs/notebooks/")]
 
 
 def documented(text: str) -> set[str]:
-    """Name what the API's pages describe, as "maxattn.masks.Causal"."""
+    """Return the names that the API's pages describe, such as "maxattn.masks.Causal"."""
     found, module = set(), ""
     for kind, name in re.findall(r"^\.\. ([\w:]+):: ([\w.]+)", text, re.MULTILINE):
         if kind == "currentmodule":
@@ -38,7 +38,7 @@ def documented(text: str) -> set[str]:
 
 
 def public() -> set[str]:
-    """Name everything public: what modules export, each object under its shortest name."""
+    """Return all public names: the exports of modules, each object under its shortest name."""
     from maxattn import errors, masks, modules, rope, steps, streaming, weights
 
     named: dict[int, str] = {}
@@ -105,7 +105,7 @@ def test_what_is_refused_in_a_cell_is_refused_by_the_plan_that_names_the_kernel(
 
 
 def raised(call: ma.Call, config: ma.AttentionConfig, target: ma.Target) -> str | None:
-    """Return the rule that a plan is refused by, or None."""
+    """Return the rule by which a plan is refused, or None."""
     try:
         ma.plan(call, config, target=target)
     except NotImplementedError as error:
@@ -181,7 +181,7 @@ def test_a_notebook_sets_its_devices_before_jax_and_says_its_kernel(page):
 
 
 def python_of_docs() -> str:
-    """Return a Python that has the extra `docs`, or skip."""
+    """Return a Python with the extra `docs`, or skip."""
     named = os.environ.get("MAXATTN_DOCS_PYTHON")
     made = ROOT / ".venv-docs" / "bin" / "python"
     for python in (named, str(made) if made.exists() else None, sys.executable):

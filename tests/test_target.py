@@ -99,7 +99,7 @@ def test_every_device_has_its_figures() -> None:
 
 
 def test_figures_are_of_what_jax_calls_a_device() -> None:
-    """Of a v7x that is half a chip, whose maker gives 2307e12 FLOP/s, 192 GB and 7.4 TB/s."""
+    """On v7x a device is half a chip, whose maker gives 2307e12 FLOP/s, 192 GB and 7.4 TB/s."""
     one = DEVICES["TPU v7x"]
     assert one.peak == pytest.approx(2307e12 / 2, rel=1e-3)
     assert machine_of(Target.named("TPU v7x")).hbm == pytest.approx(7.4e12 / 2, rel=1e-2)
@@ -231,7 +231,7 @@ def test_a_device_that_nobody_knows_has_the_usual_figures_of_its_platform() -> N
 
 
 def test_the_extras_bring_versions_that_kernels_were_tested_with() -> None:
-    """What pip can install by an extra and a kernel would refuse is told at install time."""
+    """Otherwise pip could install a version that a kernel refuses."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     for package, (extra, example) in EXTRAS.items():

@@ -1,4 +1,4 @@
-"""A tensor of torch, or what looks like one where torch is not installed."""
+"""A tensor of torch, or an imitation if torch is not installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TorchDtype:
-    """Look like torch's dtype, which has no `name`."""
+    """Imitate torch's dtype, which has no `name`."""
 
     text: str
 
@@ -19,7 +19,7 @@ class TorchDtype:
 
 @dataclass(frozen=True)
 class TorchTensor:
-    """Look like torch's tensor: its shape is a tuple, its dtype torch's own."""
+    """Imitate torch's tensor: its shape is a tuple, its dtype torch's own."""
 
     shape: tuple[int, ...]
     dtype: TorchDtype

@@ -1,4 +1,4 @@
-"""Which cases of a test run in `make test`; the others wait for `make test-all`."""
+"""Choose the cases of a test for `make test`; the others run only in `make test-all`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def but(cases: Iterable[Any], kept: Callable[[Any], bool] | Sequence[Any]) -> list[Any]:
-    """Mark every case slow but those that are kept: a list of them, or what says so of a case.
+    """Mark every case slow except the given ones: a list, or a function of a case.
 
     A tuple is the values of several arguments.
     """
@@ -20,8 +20,9 @@ def but(cases: Iterable[Any], kept: Callable[[Any], bool] | Sequence[Any]) -> li
 
 
 def enough(cases: Sequence[dict[str, Any]], *pairs: tuple[str, str]) -> list[dict[str, Any]]:
-    """Choose cases, greedily the same ones every time, such that every value of each axis stays in
-    one of them, and every pair of values of the named pairs of axes that any case has.
+    """Choose cases, greedily and always the same, in which every value of each axis occurs.
+
+    Every pair of values of the named pairs of axes that any case has occurs too.
     """
     wanted = [_found(case, pairs) for case in cases]
     left, kept = set[Hashable]().union(*wanted), []
@@ -33,7 +34,7 @@ def enough(cases: Sequence[dict[str, Any]], *pairs: tuple[str, str]) -> list[dic
 
 
 def few(cases: Sequence[dict[str, Any]], *pairs: tuple[str, str]) -> list[Any]:
-    """Mark every case slow but those that are enough."""
+    """Mark every case slow except those of `enough`."""
     return but(cases, enough(cases, *pairs))
 
 

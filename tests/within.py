@@ -1,4 +1,4 @@
-"""A time limit around what must not take long, whatever a file says."""
+"""A time limit for code that must be fast for any file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def within(seconds: int = 20) -> Iterator[None]:
-    """Fail after so many seconds: many times what it takes on a busy machine."""
+    """Fail after so many seconds, many times what the code takes on a busy machine."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"not done after {seconds} s")

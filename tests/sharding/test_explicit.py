@@ -1,5 +1,6 @@
-"""Attention under meshes with Explicit axes, as `jax.make_mesh` makes them: equal to float64, with
-the transfers of the same call over Auto axes.
+"""Attention on meshes with Explicit axes, as `jax.make_mesh` makes them, against float64.
+
+Their programs have the transfers of the same call on Auto axes.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ AXES = {
 
 
 def mesh_of(kinds: str = "EEE", sizes: tuple[int, ...] = (2, 2, 2)) -> Mesh:
-    """Build a mesh as a user of jax does."""
+    """Build a mesh with Explicit axes."""
     types = tuple(TYPES[kind] for kind in kinds)
     return jax.make_mesh(sizes, ("fsdp", "context", "tensor"), axis_types=types)
 
 
 def put(x: Any, mesh: Mesh, letters: str) -> jax.Array:
-    """Lay an array out as attention does, whole along the axes that do not divide."""
+    """Shard an array as attention does, unsplit along axes that do not divide."""
     spec = partition_spec(letters, mesh_shape(mesh))
     over = [axes if axes and x.shape[i] % _ways(axes, mesh) == 0 else None
             for i, axes in enumerate(spec)]  # fmt: skip
@@ -66,9 +67,9 @@ CORE = ("strategy", "axes", "mesh")
 
 
 def few() -> list[dict]:
-    """Leave out chunks, and calls that run op by op, where no pair of CORE needs them.
+    """Leave out chunks, and calls that run op by op, unless a pair of CORE needs them.
 
-    A bias is laid out by its axes: of those with the same, one.
+    Biases whose axes are sharded alike count as one.
     """
     biases = {"bias": [bias for bias in BIASES if bias not in ("shared", "far")]}
     cases = pairwise(AXES | biases, lambda case: True, core=CORE)
@@ -172,7 +173,7 @@ def same(got: Any, want: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("over", waiting.but([None, "fsdp"], ["fsdp"]), ids=["whole", "over fsdp"])
 def test_vmap_of_an_axis_that_lies_over_the_mesh(over: str | None) -> None:
-    """The mesh axis that a mapped axis lies over is vmap's: attention leaves it alone."""
+    """The mesh axis over which a mapped axis is sharded belongs to vmap, not to attention."""
     mesh, many = mesh_of(), np.stack([X, 2 * X])
     spec = P(over, None if over else "fsdp", "context", "tensor")
     with jax.set_mesh(mesh):
@@ -223,7 +224,7 @@ def test_operands_without_a_layout_on_a_mesh_that_is_passed() -> None:
 
 
 def test_a_batch_of_other_operands_lies_as_it_likes() -> None:
-    """A text that lies whole on every device, beside states that are spread."""
+    """A text may be replicated on every device, beside states that are sharded."""
     mesh, text = mesh_of(), X[:, :5]
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, SPEC))
@@ -262,7 +263,7 @@ def test_a_layout_that_attention_would_have_to_undo_is_refused(
 )
 @pytest.mark.parametrize("names", [("data", "tensor"), ("data", "model")])
 def test_a_call_opts_out_of_the_surrounding_mesh(names: tuple[str, str], types: AxisType) -> None:
-    """A batch that does not divide, and heads that lie over an axis of any name, stay so."""
+    """A batch that does not divide, and heads over an axis of any name, keep their sharding."""
     mesh = jax.make_mesh((2, 4), names, axis_types=(types,) * 2)
     alone = ma.attention(X[:1], X[:1], X[:1])
     with jax.set_mesh(mesh):

@@ -1,4 +1,4 @@
-"""Sizes of meshes that nobody has are refused before work is done for each of their devices."""
+"""Meshes of absurd sizes are refused before any loop over their devices."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_mesh_of_no_machine_is_refused(name: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_large_meshes_and_settings_take_bounded_work(strategy: str) -> None:
-    """Loops go over divisors, not over every number up to a setting, a head count or a mesh."""
+    """Loops run over divisors, not over all numbers up to a setting, a head count or a mesh."""
     for mesh in ({"context": 509}, {"context": 512}, {"data": 2**12, "tensor": 2**4}):
         for heads, chunks in ((12, 10**9), (2**20 * 3, 10**9), (999_983, 2)):
             settings = {"ulysses_attention_chunks": chunks, "fallback": "allow"}

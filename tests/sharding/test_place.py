@@ -1,4 +1,4 @@
-"""What `sharding.place` cannot move, it refuses; the messages are in tests/golden/place.txt."""
+"""`sharding.place` refuses arrays that it cannot move; messages: tests/golden/place.txt."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Layers that `nnx.vmap` stacks: how their arrays are laid over a mesh, and that `nnx.scan` over
-them equals a loop over layers in float64, with no more transfers than named axes need.
+"""Layers stacked by `nnx.vmap`: their shardings on a mesh, and `nnx.scan` over them in float64.
+
+A scan equals a loop over layers, with no more transfers than its sharded axes need.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def test_weights_are_loaded_to_where_place_puts_them() -> None:
 
 
 class Stack(nnx.Module):
-    """A stack that no class names, or that is stacked twice or along another axis."""
+    """A stack in a plain attribute, or stacked twice or along another axis."""
 
     def __init__(self, *sizes: int, axis: int = 0) -> None:
         self.blocks = stacked(layer, *sizes, axis=axis)(nnx.Rngs(0))
@@ -273,7 +274,7 @@ def loss(layers: Any, x: Any, how: Any = UNNAMED) -> Any:
 
 @cache
 def in_float64() -> list[np.ndarray]:
-    """The loss, output and gradients of a loop over layers, in float64 on one device."""
+    """Return loss, output and gradients of a loop over layers, in float64 on one device."""
     params = params_of(stacked(layer, LAYERS)(nnx.Rngs(0)))
 
     def loop(params: Any, x: Any) -> Any:
@@ -288,7 +289,7 @@ def in_float64() -> list[np.ndarray]:
 
 
 def compiled(kind: AxisType, how: Any) -> tuple[list[Any], Counter[str]]:
-    """Return loss, output and gradients on eight devices, and how often each transfer is made."""
+    """Return loss, output and gradients on eight devices, and the count of each transfer."""
     mesh = mesh_of(kind)
     layers = stacked(layer, LAYERS, how=how)(nnx.Rngs(0))
     with jax.set_mesh(mesh):

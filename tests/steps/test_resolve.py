@@ -1,4 +1,4 @@
-"""What each step computes, decided from settings alone."""
+"""Resolving settings: what each step computes."""
 
 from __future__ import annotations
 

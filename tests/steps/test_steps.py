@@ -1,4 +1,4 @@
-"""A model under steps, beside a plain loop over what its layers added."""
+"""A model with steps, compared with a plain loop over its layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = jnp.asarray(np.random.default_rng(7).normal(size=(ROWS, WIDTH)), "float32
 
 
 class Block(nnx.Module):
-    """x + a layer that depends on what is beside x."""
+    """x + a layer that depends on the arguments beside x."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -49,7 +49,7 @@ class Model(nnx.Module):
 
 
 def plain(model, x, t, text, added=None, span=(0, LAYERS), skip=()):
-    """Run the layers in a Python loop; return the output and what those of the span added."""
+    """Run the layers in a Python loop; return the output, and what the span's layers added."""
     layers = [layer for part in model.parts for layer in part]
     e, before = jnp.sin(t)[:, None] + text, None
     for number, layer in enumerate(layers):
@@ -66,7 +66,7 @@ def plain(model, x, t, text, added=None, span=(0, LAYERS), skip=()):
 
 
 def sampled(model, steps, jit=True):
-    """Walk as a user's own loop does; return the samples of all steps."""
+    """Sample in a user's own loop; return the samples of all steps."""
     graph, state = nnx.split(model)
 
     def one(step, kept, state, x, t):
@@ -83,7 +83,7 @@ def sampled(model, steps, jit=True):
 
 
 def by_hand(model, n, choose, order=0, span=(0, LAYERS)):
-    """The same by a plain loop; `choose` gives a letter from the step, the change and the row."""
+    """Sample in a plain loop; `choose` returns a letter from step, change and batch row."""
     x, kept, first, row, letters, found = jnp.ones((ROWS, WIDTH)), [], None, 0, "", []
     layer = model.parts[0][0]
     for i in range(n):
@@ -375,7 +375,7 @@ def test_steps_of_another_model_are_refused_while_it_is_traced():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_layers_take_may_be_a_tree(dtype):
-    """Two streams, as of a picture and its text; sums are kept in their dtype."""
+    """Two streams, for a picture and its text; sums keep their dtypes."""
     weights = jax.random.normal(jax.random.key(2), (LAYERS, WIDTH, WIDTH), dtype) / 4
 
     def layer(w, both):

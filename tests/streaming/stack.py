@@ -21,7 +21,7 @@ NOISY = 0.7
 
 
 class Block(nnx.Module):
-    """Self-attention and an MLP, both of states scaled by the time of their frame."""
+    """Self-attention and an MLP, both on states scaled by the time of their frame."""
 
     def __init__(self, kv_heads: int, rngs: nnx.Rngs, **how: Any) -> None:
         sizes = {"heads": HEADS, "kv_heads": kv_heads, "dim_head": DIM_HEAD}
@@ -50,7 +50,7 @@ class Stack(NamedTuple):
     @classmethod
     @lru_cache
     def make(cls, kv_heads: int = HEADS, seed: int = 0, **how: Any) -> Stack:
-        """Build layers, for all tests the same: none changes them."""
+        """Build layers; all tests share them, and none changes them."""
         blocks = [Block(kv_heads, nnx.Rngs(seed + i), **how) for i in range(LAYERS)]
         graph, _ = nnx.split(blocks[0])
         states = [nnx.state(b) for b in blocks]
@@ -65,7 +65,7 @@ class Stack(NamedTuple):
     def step(
         self, x: jax.Array, times: Any, rotary: Any, cache: ma.KVCache, mask: Any = None
     ) -> Any:
-        """Run a block through all layers, the cache as the carry."""
+        """Run a block through all layers, with the cache as the scan's carry."""
 
         def layer(carry: Any, at: Any) -> tuple[Any, None]:
             (x, cache), (index, state) = carry, at
@@ -75,7 +75,7 @@ class Stack(NamedTuple):
         return jax.lax.scan(layer, (x, cache), (jnp.arange(LAYERS), self.state))[0]
 
     def jitted(self, *args: Any) -> Any:
-        """Run `step` as a program that every stack of this graph shares; the cache is donated."""
+        """Return a jitted `step` that all stacks of this graph share; it donates the cache."""
         return _step(type(self), self.graph, self.state, *args)
 
     def cache(self, stream: ma.Stream, batch: int = 1, kv_heads: int = HEADS, **how: Any) -> Any:
@@ -84,7 +84,7 @@ class Stack(NamedTuple):
 
 
 class Apart(Stack):
-    """Run the layers one after the other, each with its own part of the cache."""
+    """Run the layers one after another, each with its own part of the cache."""
 
     def step(
         self, x: jax.Array, times: Any, rotary: Any, cache: ma.KVCache, mask: Any = None
@@ -107,14 +107,14 @@ def _step(
 
 
 def clips(stream: ma.Stream, frames: int, batch: int = 1) -> np.ndarray:
-    """Draw a clean clip and a noisy one, [2, B, T, C]: of numpy, which is cut without a program."""
+    """Draw a clean clip and a noisy one, [2, B, T, C], in numpy, to slice without a program."""
     rng = np.random.default_rng(frames)
     shape = (2, batch, frames * stream.tokens_per_frame, WIDTH)
     return rng.normal(size=shape).astype(np.float32)
 
 
 def table(stream: ma.Stream, frames: int, first: int = 0) -> Rotary:
-    """Make the angles of frames from `first` on."""
+    """Make the rotary table of frames from `first` on."""
     tokens = stream.tokens_per_frame
     whole = ma.rope_1d(DIM_HEAD, (first + frames) * tokens)
     return whole.split(first * tokens)[1] if first else whole
@@ -123,7 +123,7 @@ def table(stream: ma.Stream, frames: int, first: int = 0) -> Rotary:
 def teacher_forward(
     stack: Stack, stream: ma.Stream, clean: Any, noisy: Any, shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what a forward under the teacher-forcing mask makes of both clips."""
+    """Return the outputs of both clips from one forward under the teacher-forcing mask."""
     angles = table(stream, clean.shape[1] // stream.tokens_per_frame)
     return _teacher(stack.graph, stream, shards, stack.state, clean, noisy, angles)
 
@@ -141,7 +141,7 @@ def _teacher(
 
 
 class Rollout(NamedTuple):
-    """The outputs of all blocks [B, T, C], the cache after the last one, and programs compiled."""
+    """The outputs of all blocks [B, T, C], the cache after the last, and the number of programs."""
 
     clean: np.ndarray
     noisy: np.ndarray
@@ -178,14 +178,14 @@ def rollout(
 
 
 def skipped(cache: ma.KVCache, times: int = 1) -> ma.KVCache:
-    """Go on without a pass, which a user cannot: for the stage alone."""
+    """Advance the cache without a pass, which users cannot, to test its stage."""
     for _ in range(times):
         cache = replace(cache).advance()
     return cache
 
 
 def programs(step: Any) -> int:
-    """Count the programs that a jitted function was compiled to."""
+    """Count the compiled programs of a jitted function."""
     return step._cache_size()
 
 

@@ -1,4 +1,4 @@
-"""Drawn streams beside a video in float64 that keeps every key: tests/fuzz/streams.py."""
+"""Drawn streams, compared with a float64 model that keeps every key: tests/fuzz/streams.py."""
 
 from __future__ import annotations
 

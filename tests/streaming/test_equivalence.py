@@ -1,5 +1,6 @@
-"""Blocks made one by one with a cache equal one forward under the teacher-forcing mask. Drawn
-windows, sinks and positions are in test_drawn.py.
+"""Blocks computed one by one with a cache equal one forward under the teacher-forcing mask.
+
+test_drawn.py draws windows, sinks and positions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ WITHIN = {"float32": 1e-5, "bfloat16": 0.05}
 
 @pytest.mark.parametrize("dtype", WITHIN)
 def test_every_block_is_that_of_teacher_forcing(dtype: str) -> None:
-    """Of few key heads, and of frames that leave the window."""
+    """With few key heads, and with frames that leave the window."""
     stream = ma.Stream(2, 3, 2, sink=1, first_frame_alone=dtype == "float32")
     stack = Stack.make(kv_heads=2, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
     stack = stack._replace(state=jax.tree.map(lambda x: x.astype(dtype), stack.state))
@@ -32,7 +33,7 @@ def test_every_block_is_that_of_teacher_forcing(dtype: str) -> None:
 
 
 def test_the_number_of_the_first_frame_changes_nothing() -> None:
-    """Tables come from the host, in float64: frame 50,000 turns by as exact an angle as frame 0."""
+    """The host computes tables in float64, so angles at frame 50,000 are as exact as at frame 0."""
     stream, stack = ma.Stream(2, 3, 2, sink=1), Stack.make()
     clean, noisy = clips(stream, 12)
     early, late = (

@@ -1,5 +1,7 @@
-"""Self-forcing: the gradient of a rollout whose kept keys and values are constants is that of one
-forward of all noisy blocks, under the teacher-forcing mask, over what a clean pass kept.
+"""Self-forcing: the gradient of a rollout whose cached keys and values are constants.
+
+It equals that of one forward of all noisy blocks, under the teacher-forcing mask, over the cache of
+a clean pass.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tests.waiting import but
 
 
 def block_rollout(stack: Stack, stream: ma.Stream, clean: jax.Array, noisy: jax.Array) -> Any:
-    """Run block by block in plain jax, keys and values of clean blocks in lists, as constants."""
+    """Run block by block in plain jax, with lists of constant keys and values of clean blocks."""
     frames = clean.shape[1] // stream.tokens_per_frame
     sees = np.asarray(
         ma.Stream(1, *stream._of_blocks()[1:])
@@ -51,7 +53,7 @@ def one_pass(
     kept: list[dict[int, Any]],
     seen: list[int],
 ) -> Any:
-    """Run one block through all layers, its keys after those of the frames that it sees."""
+    """Run one block through all layers; its keys follow those of its visible frames."""
     made = []
     for index, slots in enumerate(kept):
         block = nnx.merge(stack.graph, jax.tree.map(lambda a, i=index: a[i], stack.state))
@@ -70,7 +72,7 @@ def one_pass(
 
 
 def one_forward(stack: Stack, stream: ma.Stream, clean: jax.Array, noisy: jax.Array) -> Any:
-    """Keep the keys and values of all clean frames, then run all noisy blocks at once."""
+    """Cache the keys and values of all clean frames, then run all noisy blocks at once."""
     frames = clean.shape[1] // stream.tokens_per_frame
     turn = table(stream, frames)
     constant = stack._replace(state=jax.lax.stop_gradient(stack.state))

@@ -1,4 +1,4 @@
-"""What is kept for long: prefixes, rows that go on together, and tokens that never change."""
+"""Cache contents that stay for long: prefixes, batch rows that continue together, fixed tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layer() -> ma.FlaxAttention:
 
 @pytest.mark.parametrize("how", [{}, {"positions": "slots_with_sink"}, {"per_layer": True}])
 def test_an_unwritten_cache_stays_as_it_is(how: dict[str, Any]) -> None:
-    """Its passes make what those that write make, and the one that writes goes on as ever."""
+    """Its passes give the same results as writing ones; a later pass that writes is unaffected."""
     attn, x = layer(), clips(STREAM, 3)
     cache = STREAM.cache(**SIZES, batch=1, **how)
     angles = table(STREAM, cache.layout.frames if "positions" in how else 3)
@@ -51,7 +51,7 @@ def test_an_unwritten_cache_stays_as_it_is(how: dict[str, Any]) -> None:
 
 
 def test_an_unwritten_cache_lets_gradients_pass() -> None:
-    """Nothing is written that they would keep: they are those of the block without a cache."""
+    """Nothing is written, so the gradients equal those of the block without a cache."""
     attn, (x, _) = layer(), clips(STREAM, 3)
     unwritten, angles = STREAM.cache(**SIZES, batch=1).unwritten().layer(0), table(STREAM, 3)
 
@@ -82,7 +82,7 @@ def empty(frames: int = 1, stream: ma.Stream = REFERENCE) -> ma.KVCache:
 
 
 def test_references_are_extracted_once_and_read_in_later_steps() -> None:
-    """Reference tokens see themselves alone, so later steps need only their keys and values."""
+    """Reference tokens attend only to themselves: later steps need only keys and values."""
     attn, length, own = layer(), X.shape[1], X.shape[1] - REFS
     mask = M.Rectangle(0, own, 0, length) | M.Rectangle(own, length, own, length)
     angles = ma.rope_1d(8, length)
@@ -115,7 +115,7 @@ def test_references_are_made_alone_and_appended() -> None:
 
 
 def test_a_cache_that_is_not_full_is_read_as_far_as_it_goes() -> None:
-    """Chosen frames are run once, and serve the steps of one block: nothing is written by these."""
+    """Chosen frames are computed once, and all steps of a block read them without writing."""
     attn, stream = layer(), ma.Stream(2, 1)
     cache = empty(frames=5, stream=stream).prefix(3)
     y, cache = attn(X[:, :6], cache=cache.layer(0))
@@ -127,7 +127,7 @@ def test_a_cache_that_is_not_full_is_read_as_far_as_it_goes() -> None:
 
 
 def test_a_cache_is_written_after_it_was_read() -> None:
-    """`cached` is a view of the values: the cache itself goes on."""
+    """`cached` shares the values, and the cache itself continues."""
     attn, cache = layer(), empty(frames=3, stream=ma.Stream(2, 1))
     _, cache = attn(X[:, :2], cache=cache.layer(0))
     cache = cache.advance()

@@ -1,4 +1,4 @@
-"""A rollout on a mesh equals that of one device: heads or tokens of the cache over context."""
+"""A rollout on a mesh equals one on one device, with heads or tokens of the cache over context."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_surrounding_mesh_is_taken(layout: str) -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_results_whose_weights_are_far_apart_are_merged(spread: bool) -> None:
-    """Of the first query one device found all, of the second the other."""
+    """For the first query one device has all the weight, for the second the other."""
     out = jnp.stack([jnp.ones((1, 2, 1, 4)), 2 * jnp.ones((1, 2, 1, 4))])
     lse = jnp.array([[[[0.0, 0.0]]], [[[300.0, -300.0]]]])
     whole, own = jax.P(), jax.P("context")
@@ -118,7 +118,7 @@ MOVES = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduc
 
 
 def moves(layout: str, name: str = "context 4") -> list[tuple[str, str]]:
-    """Compile a block of a full cache over 4 devices: (kind, result) of each transfer."""
+    """Compile a block with a full cache over 4 devices; return (kind, result) of each transfer."""
     mesh = mesh_of(name)
     stack, (clean, _) = Stack.make(mesh=mesh), clips(STREAM, 3)
     cache = skipped(stack.cache(STREAM, mesh=mesh, context=layout), times=3)
@@ -131,8 +131,9 @@ def moves(layout: str, name: str = "context 4") -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", but(["context 4", "context 2, tensor 2"], ["context 2, tensor 2"]))
 def test_heads_travel_in_four_all_to_alls(name: str) -> None:
-    """Of the block: queries, keys, values and the output. Kept keys stay, and heads stay among the
-    devices of a tensor rank.
+    """These are for queries, keys, values and output of the block.
+
+    Cached keys do not move, and heads stay within a tensor rank.
     """
     kinds = [kind for kind, _ in moves("heads", name)]
     assert kinds.count("all-to-all") == 4 and "collective-permute" not in kinds

@@ -1,4 +1,4 @@
-"""A cache with arrays of each layer keeps the same as one array of all layers."""
+"""A cache with one array per layer has the same content as one array of all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout of any length is at most three programs, and none of them copies the cache."""
+"""A rollout of any length needs at most three programs, and none of them copies the cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STREAM = ma.Stream(2, 3, 3, sink=2)
 
 
 def copies(text: str, size: int) -> list[str]:
-    """List copies of so many numbers or more in a compiled program."""
+    """List copies of at least so many numbers in a compiled program."""
     found = []
     for line in text.splitlines():
         made = re.search(r"= f32\[([\d,]+)\]\S* (copy|copy-start)\(", line)
@@ -63,7 +63,7 @@ def test_no_program_copies_the_cache(stage: str, rows: bool, per_layer: bool) ->
 
 
 def test_a_copy_is_seen() -> None:
-    """Layers that take their part of the cache and give it back copy all of it."""
+    """If layers return their part of the cache, the program copies all of it."""
     cache = Stack.make().cache(STREAM)
 
     def body(x: jax.Array, kv: Any) -> Any:
@@ -77,7 +77,7 @@ def test_a_copy_is_seen() -> None:
 
 
 def test_blocks_in_a_scan_are_one_program() -> None:
-    """A rollout inside of one jit keeps the stage "filling", which is right for every block."""
+    """A rollout inside one jit keeps the stage "filling", which is right for every block."""
     stack, stream = Stack.make(), ma.Stream(2, 3, 2, sink=1)
     clean, _ = clips(stream, 12)
     angles = table(stream, 12)

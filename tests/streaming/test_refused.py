@@ -1,4 +1,4 @@
-"""What streams and caches refuse; messages: golden/streaming.txt."""
+"""Refusals of streams and caches; messages: golden/streaming.txt."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refilling() -> ma.KVCache:
 
 
 def rerun() -> ma.KVCache:
-    """Recompute the frames that the window keeps after nine."""
+    """Recompute the frames in the window after nine frames."""
     cache = made()
     for _ in range(2):
         cache = call(cache)[1].advance()
@@ -97,7 +97,7 @@ def not_whole() -> ma.KVCache:
 
 
 def filled() -> ma.KVCache:
-    """Make a cache whose slots all hold a frame."""
+    """Make a cache in which every slot has a frame."""
     return attn()(X, cache=not_whole().layer(0))[1].advance()
 
 
@@ -262,7 +262,7 @@ def test_refusals_say_what_and_why_and_what_to_do(name: str) -> None:
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_a_traced_index_of_no_layer_gives_nan(index: int) -> None:
-    """It cannot be refused, and jax would take the last layer in its place."""
+    """It cannot be refused, and jax would clamp it to the last layer."""
     cache = made()
     with pytest.raises(MaxattnError):
         cache.layer(index)
@@ -278,7 +278,7 @@ def test_rows_that_are_recomputed_are_nan_if_stacked_under_jit() -> None:
 
 
 def test_what_is_refused_changes_nothing() -> None:
-    """A refusal comes before anything is computed: the cache is as it was, and may be donated."""
+    """Refusals come before any computation, so the cache is unchanged and may be donated."""
     cache = made()
     with pytest.raises(MaxattnError):
         jax.jit(lambda x, c: attn()(x, cache=c.layer(0)), donate_argnums=1)(X[:, :4], cache)
@@ -287,7 +287,7 @@ def test_what_is_refused_changes_nothing() -> None:
 
 
 def test_one_program_passes_over_caches_that_are_written_and_not() -> None:
-    """A pass in a scan changes whether the cache is written to, which is no part of jit's key."""
+    """A pass in a scan changes whether the cache is written, which is not part of jit's key."""
 
     @jax.jit
     def passes(cache: ma.KVCache) -> ma.KVCache:
@@ -300,7 +300,7 @@ def test_one_program_passes_over_caches_that_are_written_and_not() -> None:
 
 
 def test_frames_beyond_the_slots_of_a_traced_cache_are_nan() -> None:
-    """Under jit no number of frames is refused: a block whose last frame has no slot is NaN."""
+    """Under jit a frame number cannot be refused; a block whose last frame has no slot is NaN."""
     cache = made(ENDLESS, frames=8)
 
     @jax.jit
@@ -312,7 +312,7 @@ def test_frames_beyond_the_slots_of_a_traced_cache_are_nan() -> None:
 
 
 def test_a_gradient_beside_a_cache_is_taken() -> None:
-    """What follows a rollout is differentiated where the rollout's parameters are constants."""
+    """Computations after a rollout can be differentiated if its parameters are constants."""
     cache, module = made(), attn()
 
     def loss(scale: jax.Array) -> jax.Array:
@@ -323,7 +323,7 @@ def test_a_gradient_beside_a_cache_is_taken() -> None:
 
 @pytest.mark.parametrize("index", [2, -1, np.int64(5), jnp.int32(2), 0.9, "1", True, None, X])
 def test_a_layer_that_is_none_is_refused(index: Any) -> None:
-    """Of any kind of integer: a write beyond the last layer would land in it."""
+    """For any kind of integer: jax would clamp a write beyond the last layer to it."""
     with pytest.raises(MaxattnError, match="layer"):
         empty().layer(index)
 

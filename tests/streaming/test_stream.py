@@ -1,4 +1,4 @@
-"""A stream's masks and slots, and how it orders clean and noisy clips."""
+"""A stream's masks and slots, and its order of clean and noisy clips."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AXES = {"window": (None, 2, 4), "sink": (0, 1, 3), "size": (1, 3, 5), "alone": (
 
 
 def fits(case: dict) -> bool:
-    """Return whether the sink is inside of a window, and leaves room for a block."""
+    """Check whether the sink is inside a window, and leaves room for a block."""
     if case["window"] is None:
         return case["sink"] == 0
     return case["sink"] <= (case["window"] - 1) * case["size"]
@@ -26,7 +26,7 @@ def stream_of(case: dict) -> ma.Stream:
 
 
 def frames_of(stream: ma.Stream) -> int:
-    """Make three times as many frames as the cache holds, or seven blocks."""
+    """Return three times as many frames as the cache has slots, or seven blocks."""
     wanted = 3 * (stream.budget or 0) or 7 * stream.frames_per_block
     return next(n for n in range(wanted, 2 * wanted + 9) if stream.ends_block(n))
 
@@ -36,7 +36,7 @@ CASES, PAIRS = product(AXES, fits), pairwise(AXES, fits)
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_slots_hold_what_the_masks_allow(case: dict) -> None:
-    """After each block its frames and those that its mask lets it see are in the slots."""
+    """After each block, its frames and all that its mask allows are in the slots."""
     stream = stream_of(case)
     frames, held = frames_of(stream), {}
     at = np.arange(2 * frames)
@@ -104,7 +104,7 @@ def test_pairs_come_apart_again(shards: int) -> None:
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
 def test_integers_of_numpy_are_numbers(kind: type) -> None:
-    """Wherever a number of frames, layers or tokens is meant; what is kept of them is an int."""
+    """Numbers of frames, layers or tokens may be numpy's; they are stored as int."""
     stream = ma.Stream(kind(2), kind(3), kind(2), kind(1))
     assert stream == ma.Stream(2, 3, 2, 1)
     assert stream.blocks(kind(6)) == stream.blocks(6)
@@ -118,7 +118,7 @@ def test_integers_of_numpy_are_numbers(kind: type) -> None:
 
 
 def test_a_cache_that_jax_maps_over_can_be_printed() -> None:
-    """In place of its arrays there may be shardings, axes or nothing."""
+    """Its leaves may be shardings, axes or None instead of arrays."""
     cache = ma.Stream(2, 1, 3).cache(layers=1, batch=1, kv_heads=1, dim_head=8)
     assert "KVCache(bfloat16[1,1,6,1,8], frame unknown" in repr(jax.eval_shape(lambda: cache))
     for leaf in (0, None, cache.k.sharding, "axis"):

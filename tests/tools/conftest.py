@@ -11,7 +11,7 @@ from maxattn import tuned
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A cache of its own, and a short timing."""
+    """A separate cache, and short timings."""
     monkeypatch.setenv(tuned.VARIABLE, str(tmp_path))
     monkeypatch.setattr("maxattn.tools.tune.kernel_times.SECONDS", 0.01)
     monkeypatch.chdir(Path(__file__).parents[2])

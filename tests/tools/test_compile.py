@@ -1,4 +1,4 @@
-"""The compiler's process: each request has an answer or a refusal; and kernels of files."""
+"""The compiler's process: each request gets an answer or a refusal; and kernels from files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def program(path: Path, text: str) -> str:
 
 
 def stands_in(folder: Path, patch: pytest.MonkeyPatch, *lines: str) -> None:
-    """Let a shell script be the compiler's process: its answers go to descriptor 9."""
+    """Replace the compiler's process by a shell script, which answers on descriptor 9."""
     text = "\n".join(('#!/bin/bash\neval "exec 9>&$4"', *lines, ""))
     patch.setenv(PYTHON_VARIABLE, program(folder / "python", text))
 
@@ -251,7 +251,7 @@ def test_a_signal_acts_at_the_end_of_the_block_where_its_child_is_known() -> Non
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C act, as in a terminal: a shell's background jobs ignore it."""
+    """Enable Ctrl-C as in a terminal: a shell's background jobs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

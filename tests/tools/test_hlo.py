@@ -1,6 +1,4 @@
-"""Collectives read off compiled programs: committed texts of the TPU's compiler, written ones, and
-this machine's.
-"""
+"""Collectives parsed from compiled programs: a TPU compiler's, written ones, this machine's."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def test_axes():
 
 
 def test_groups_along_axes_of_a_mesh():
-    """jax 0.12 writes the mesh itself."""
+    """jax 0.12 prints the mesh itself."""
     mesh = "mesh['data'=1,'fsdp'=2,'context'=2,'tensor'=2] {'context'}"
     how = f"replica_groups={mesh}, dimensions={{1}}"
     text = WRITTEN.replace("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", how)

@@ -1,4 +1,4 @@
-"""Named shapes, shapes as a user writes them, and those of a program's sections."""
+"""Named shapes, shapes in a user's notation, and those of a program's sections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_sizes_follow_from_the_models():
 
 @pytest.mark.parametrize("name", STREAM_BLOCKS)
 def test_a_block_attends_as_one_of_its_stream_over_a_full_cache(name):
-    """Its lengths are those of the cache that the stream makes."""
+    """Its lengths equal those of the cache that the stream makes."""
     model, frames, window = STREAM_BLOCKS[name]
     stream = Stream(MODELS[model].tokens_per_frame, frames, window)
     cache = jax.eval_shape(lambda: stream.cache(layers=1, batch=1, kv_heads=1, dim_head=8))
@@ -53,7 +53,7 @@ def test_numbers():
 
 
 def test_values_of_another_head_dim():
-    """A shape says V behind H, and operations and memory are counted by both."""
+    """A shape has V after H, and operations and memory depend on both."""
     shape, plain = read("2,64,64,8,32/16,4"), read("2,64,64,8,32,4")
     assert (shape.call().head_dim, shape.call().value_dim, shape.call().kv_heads) == (32, 16, 4)
     assert shape.call().shape_text == "B=2 T=S=64 N=8 K=4 H=32 V=16 bf16"

@@ -1,4 +1,4 @@
-"""What a YAML of Self-Forcing or LongLive comes to; texts: golden/cli_convert.txt."""
+"""Conversion of a YAML of Self-Forcing or LongLive; texts: golden/cli_convert.txt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_what_is_converted(capsys: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_no_key_is_dropped_in_silence(name: str) -> None:
-    """Each key of the file is taken, or its name is in what was left out."""
+    """Each key of the file is imported, or is listed in `left_out`."""
     theirs, made = safe_load((HERE / f"{name}.yml").read_text()), load_rollout(HERE / f"{name}.yml")
     flat = set()
     for key, given in theirs.items():

@@ -1,4 +1,4 @@
-"""A model small enough to test with, and comparisons of its parameters."""
+"""A small model for tests, and comparisons of its parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """One of each layer, blocks in a list, and blocks stacked along an axis."""
+    """One layer of each kind, blocks in a list, and stacked blocks."""
 
     diffusers_stacked: ClassVar[tuple[str, ...]] = ("stacked",)
 
@@ -57,7 +57,7 @@ def equal(a: nnx.Module, b: nnx.Module) -> None:
 
 
 def refused(module: nnx.Module | None, load: Callable[[], Any], golden: str = "") -> WeightsError:
-    """Fail unless a load is refused and changes nothing; its error may be a golden one."""
+    """Fail unless a load raises and changes nothing; its error may be a golden one."""
     before = values(module) if module else {}
     with pytest.raises(WeightsError) as error:
         load()
@@ -82,7 +82,7 @@ def _made(make: Callable[..., Any], *given: Any) -> Any:
 
 
 def fresh(make: Callable[..., Any], *given: Any) -> Any:
-    """Return a copy of the model that `make` makes; the work of making it is done once."""
+    """Return a copy of the model that `make` makes, which is made only once."""
     return nnx.clone(_made(make, *given))
 
 
@@ -91,5 +91,5 @@ def _model(seed: int) -> Model:
 
 
 def model_of(seed: int) -> Model:
-    """Return a model of its own, initialized from a seed."""
+    """Return a separate model, initialized from a seed."""
     return fresh(_model, seed)

@@ -1,4 +1,4 @@
-"""A load changes nothing unless all of it can be read, and reads no file that was not named."""
+"""A load changes nothing if any part of it fails, and reads only the named files."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def numbers(value: float = 9) -> dict[str, np.ndarray]:
 
 
 def held_by(model: nnx.Module) -> set[float]:
-    """List the numbers of all parameters."""
+    """List the values of all parameters."""
     return {float(x) for array in weights.to_diffusers(model).values() for x in array.flat}
 
 
 def refused(tensors: Any, model: nnx.Module | None = None, **more: Any) -> WeightsError:
-    """Fail unless a load is refused and has changed nothing."""
+    """Fail unless a load raises and has changed nothing."""
     model = model or fresh()
     return models.refused(model, lambda: weights.load_diffusers(model, tensors, **more))
 
@@ -60,7 +60,7 @@ def refused(tensors: Any, model: nnx.Module | None = None, **more: Any) -> Weigh
 
 
 class Closed:
-    """An array of a library whose file was closed."""
+    """An array of a library whose file is closed."""
 
     shape, dtype = (4,), np.dtype("float32")
 
@@ -104,7 +104,7 @@ def lora_numbers() -> dict[str, Any]:
 
 
 class Failing(Mapping[str, Any]):
-    """Tensors of which so many can be read."""
+    """Tensors of which only so many can be read."""
 
     def __init__(self, tensors: dict[str, Any], reads: int) -> None:
         self.tensors, self.left = tensors, reads
@@ -133,7 +133,7 @@ class _FailingTensor:
 
 @pytest.mark.parametrize("load", ["merge_lora", "load_diffusers"])
 def test_what_becomes_unreadable_midway_changes_nothing(load):
-    """Whichever read fails; with as many as it takes, it is loaded."""
+    """Any one of the reads fails; if all succeed, the model is loaded."""
     tensors = lora_numbers() if load == "merge_lora" else numbers()
     for reads in range(len(tensors)):
         model = fresh()
@@ -144,7 +144,7 @@ def test_what_becomes_unreadable_midway_changes_nothing(load):
 
 @pytest.mark.parametrize("change", ["cut", "written", "replaced", "removed"])
 def test_a_file_that_changes_while_it_is_open(change, tmp_path):
-    """An overwritten file is refused; a replaced or removed one is still read."""
+    """An overwritten file is refused; a replaced or removed one can still be read."""
     path, model = tmp_path / "x.safetensors", fresh()
     save_file(numbers(), path)
     held = weights.SafeTensors(path)
@@ -189,7 +189,7 @@ def test_arguments_that_are_none_are_refused(tmp_path):
 
 
 def on_host(dtype: Any = jnp.float32) -> Model:
-    """A model whose parameters are numpy's, as a restored checkpoint has them."""
+    """A model with numpy parameters, as in a restored checkpoint."""
     model = fresh(dtype)
     nnx.update(model, jax.tree.map(np.asarray, nnx.state(model)))
     assert isinstance(model.a.kernel.get_value(), np.ndarray)
@@ -258,7 +258,7 @@ def test_a_wide_bfloat16_file_is_refused_by_name():
 
 
 def indexed(folder: Path, files: dict[str, str] | str) -> Path:
-    """Write an index; the files that it should name lie in its folder, and one outside."""
+    """Write an index; the files it should name are in its folder, and one is outside."""
     (folder / "model" / "sub").mkdir(parents=True, exist_ok=True)
     for path in ("model/x.safetensors", "model/sub/x.safetensors", "x.safetensors"):
         save_file(numbers(), folder / path)

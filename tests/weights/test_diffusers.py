@@ -1,7 +1,6 @@
-"""Our attentions with diffusers' weights give diffusers' numbers: outputs and every gradient.
+"""Our attentions with diffusers' weights give diffusers' outputs and gradients.
 
-From committed fixtures everywhere; against diffusers itself where torch and diffusers are
-installed.
+Compares with committed fixtures, and with diffusers itself if torch and diffusers are installed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FOLDER = Path(made.__file__).parent
 
 
 def live(case: str) -> dict[str, np.ndarray]:
-    """Run a case in diffusers, here and now."""
+    """Run a case in diffusers now."""
     _need_diffusers()
     return {key: value.numpy() for key, value in made.run(case).items()}
 
@@ -39,9 +38,9 @@ def _need_diffusers() -> None:
 
 
 def compare_family(name: str, case: Attention, want: Numbers) -> None:
-    """Compare outputs, in a row, with `out`, and gradients of out * `dout` with `grad.*`.
+    """Compare concatenated outputs with `out`, and gradients of out * `dout` with `grad.*`.
 
-    Each to a part of its scale: 2e-5 of the output's, 1e-4 of each gradient's.
+    Tolerances are 2e-5 of the output's scale, and 1e-4 of each gradient's.
     """
     grads = {key.removeprefix("grad."): v for key, v in want.items() if key.startswith("grad.")}
     module, shapes = case.ours(nnx.Rngs(0)), {key: v.shape for key, v in grads.items()}

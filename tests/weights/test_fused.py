@@ -1,4 +1,4 @@
-"""Tensors of several layers, and LoRA of them: split when read, joined when written."""
+"""Tensors of several layers, and LoRA for them: split on loading, joined on saving."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def joint(seed: int = 0) -> ma.JointAttention:
 
 
 class Parallel(nnx.Module):
-    """A layer whose file has the projections of attention and of another layer in one."""
+    """A layer whose file has attention's projections and another layer in one tensor."""
 
     diffusers_fused: ClassVar[dict[str, tuple[str, ...]]] = {
         "to_all": ("attn.to_q", "attn.to_k", "attn.to_v", "mlp")
@@ -42,7 +42,7 @@ class Parallel(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Layers of their own, and stacked ones."""
+    """Separate layers, and stacked ones."""
 
     diffusers_stacked: ClassVar[tuple[str, ...]] = ("stacked",)
 
@@ -64,7 +64,7 @@ def fused(held: dict[str, np.ndarray], whole: str, *parts: str) -> dict[str, np.
 
 
 def joined(module: nnx.Module) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return a state dict by layers, and what joins them."""
+    """Return a state dict by layers, and a function that joins them."""
     held = weights.to_diffusers(module)
     own = fused(held, "to_qkv", "to_q", "to_k", "to_v")
     return held, own | fused(held, "to_added_qkv", "add_q_proj", "add_k_proj", "add_v_proj")
@@ -154,7 +154,7 @@ def pair(name: str, rows: int, **more: Any) -> dict[str, np.ndarray]:
 
 
 def changes(module: nnx.Module, tensors: Any, **how: Any) -> dict[str, np.ndarray]:
-    """Merge, and return what was added to each tensor of diffusers."""
+    """Merge, and return the change of each of diffusers' tensors."""
     before = weights.to_diffusers(module)
     weights.merge_lora(module, tensors, **how)
     after = weights.to_diffusers(module)
@@ -175,7 +175,7 @@ def test_a_layer_of_several_is_split(name: str) -> None:
 
 
 def test_a_layer_of_several_in_a_stack_and_beside_others() -> None:
-    """Each stacked layer has its own, and the part that is no attention gets its rows too."""
+    """Each stacked layer has its own LoRA, and the part that is not attention gets its rows too."""
     held = pair("stacked.1.to_all", 3 * INNER + MLP) | pair("one.to_all", 3 * INNER + MLP)
     added = changes(Model(0), held)
     for name in ("stacked.1.to_all", "one.to_all"):
@@ -185,7 +185,7 @@ def test_a_layer_of_several_in_a_stack_and_beside_others() -> None:
 
 
 def test_metadata_name_the_layer_as_the_file_does(tmp_path: Any) -> None:
-    """An alpha by pattern is that of the layer of several."""
+    """An alpha pattern matches the name of the joint layer."""
     said = {"r": RANK, "lora_alpha": 3, "alpha_pattern": {"to_qkv": 12}}
     held, path = pair("to_qkv", 3 * INNER), tmp_path / "lora.safetensors"
     save_file(held, path, {"lora_adapter_metadata": json.dumps(said)})

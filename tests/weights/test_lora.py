@@ -1,4 +1,4 @@
-"""LoRA merged into a model: what is added, and one error for all that does not fit."""
+"""LoRA merged into a model: the sums, and one error for everything that does not fit."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_change_that_the_dtype_does_not_hold_changes_nothing(dtype, size):
 
 
 class Grouped(nnx.Module):
-    """A convolution whose groups do not meet: its kernel is no B A."""
+    """A convolution with separate groups, whose kernel is not a product B A."""
 
     def __init__(self) -> None:
         self.conv = nnx.Conv(4, 8, (3, 3), feature_group_count=2, rngs=nnx.Rngs(0))

@@ -1,5 +1,6 @@
-"""Names of LoRA as files have them: what they begin with is found or said, other codes' names are
-translated, and what is left out was asked for.
+"""LoRA names in files: prefixes are found or given, other codes' names are translated.
+
+Layers are left out only on request.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def test_which_part_was_taken_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_patterns_of_metadata_name_layers_as_the_file_does(tmp_path) -> None:
-    """As diffusion-pipe saves Wan: peft's settings beside the original code's names."""
+    """As diffusion-pipe saves Wan: peft's settings with the original code's names."""
     folder, model, other = tmp_path / "lora", model_of(0), model_of(0)
     folder.mkdir()
     layers = {layer: WAN[layer] for layer in WAN}
@@ -209,7 +210,7 @@ def test_a_deeper_model_is_told_by_its_blocks() -> None:
 
 
 class Two(nnx.Module):
-    """Two layers that are one name once dots are underscores."""
+    """Two layers whose names are equal if dots become underscores."""
 
     def __init__(self) -> None:
         linear = lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0))  # noqa: E731

@@ -49,7 +49,7 @@ def tensors(prefix: str = "") -> dict[str, np.ndarray]:
 
 
 def of_part(part: str = "transformer", **changed: Any) -> dict[str, Any]:
-    """Return settings as diffusers flattens them."""
+    """Flatten settings as diffusers does."""
     return {f"{part}.{key}": value for key, value in (SAID | changed).items()}
 
 
@@ -69,7 +69,7 @@ def peft(said: dict[str, Any] | str, name: str = "adapter_model.safetensors") ->
 
 
 def check_factors(source: Any, prefix: str | None, *factors: float) -> None:
-    """Fail unless each layer's kernel has moved by its factor times B A, and no other has."""
+    """Fail unless each layer's kernel has changed by its factor times B A, and no other has."""
     model, plain, given = fresh(Model), weights.to_diffusers(fresh(Model)), tensors()
     assert set(weights.merge_lora(model, source, 0.5, prefix=prefix)) == set(LAYERS)
     of_layer = dict(zip(LAYERS, factors, strict=True))
@@ -82,7 +82,7 @@ def check_factors(source: Any, prefix: str | None, *factors: float) -> None:
 
 
 def check_refused(source: Any, prefix: str = PART, golden: str = "") -> WeightsError:
-    """Fail unless both functions refuse it alike, and nothing has changed."""
+    """Fail unless both functions raise equal errors, and nothing has changed."""
     model = fresh(Model)
     error = refused(model, lambda: weights.merge_lora(model, source, prefix=prefix), golden)
     with pytest.raises(WeightsError) as checked:
@@ -93,7 +93,7 @@ def check_refused(source: Any, prefix: str = PART, golden: str = "") -> WeightsE
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name files without the folder of the test: errors say their paths."""
+    """Name files relative to the folder of the test, because errors have their paths."""
     monkeypatch.chdir(tmp_path)
 
 

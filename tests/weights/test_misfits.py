@@ -1,4 +1,4 @@
-"""Files and tensors that do not fit: one error that says all, and nothing changes."""
+"""Files and tensors that do not fit raise one error with all mistakes, and change nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_everything_that_does_not_fit_is_said_at_once_and_nothing_changes():
 
 @pytest.mark.parametrize("kind", ["rms_norm", "rms_norm_across_heads", None])
 def test_a_remedy_for_shapes_is_followed(kind: str | None):
-    """`strict=False` takes no wrong shape, so no remedy names it; norms name their setting."""
+    """The remedy never is `strict=False`, which skips no wrong shape; for norms it is a setting."""
 
     def attention(size: int, norm: str | None) -> ma.FlaxAttention:
         return ma.FlaxAttention(size, 2, dim_head=8, qk_norm=norm, rngs=nnx.Rngs(0))
@@ -52,7 +52,7 @@ def test_a_remedy_for_shapes_is_followed(kind: str | None):
 
 
 def test_weights_are_checked_without_reading_a_number():
-    """A model of shapes alone is enough, and stays so."""
+    """A model of shapes is enough, and stays one."""
     shapes, state = nnx.eval_shape(lambda: model_of(0)), weights.to_diffusers(model_of(5))
     assert weights.check_diffusers(shapes, state) == weights.Loaded()
     kept = jax.tree.leaves(nnx.state(shapes))
@@ -91,7 +91,7 @@ def test_not_strict_says_what_was_left(caplog: pytest.LogCaptureFixture):
 
 
 def sharded(folder: Path) -> list[Path]:
-    """Save a layer as two files and their index."""
+    """Save a layer as two files with an index."""
     return list(weights.save_diffusers(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), folder, shard_bytes=20))
 
 
@@ -173,7 +173,7 @@ def test_the_largest_float16_and_what_is_infinite_already_are_loaded():
 
 
 class Placed(nnx.Linear):
-    """A layer with a parameter of integers."""
+    """A layer with an integer parameter."""
 
     places: nnx.Param[jax.Array]
 

@@ -185,7 +185,7 @@ def test_published_names_are_merged(program: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_sum_is_rounded_once_to_the_dtype_of_the_layer(dtype: str) -> None:
-    """Every row of a tensor of three layers; the matrices are of float16."""
+    """The test compares all rows of a tensor of three layers, with float16 matrices."""
     names = {"double_blocks.0.img_attn.qkv": [f"transformer_blocks.0.attn.{x}" for x in QKV]}
     (layers,), rng = names.values(), np.random.default_rng(0)
     model = model_of(layers)
@@ -232,7 +232,7 @@ def test_the_last_shift_and_scale_of_flux_are_exchanged(last: str) -> None:
 
 
 def test_control_lora_of_bfl_is_taken_without_its_scales() -> None:
-    """Its scales of norms and a layer of another width are left out, when asked."""
+    """Its norm scales and a layer of another width are left out on request."""
     layers = [f"transformer_blocks.0.attn.{x}" for x in ADDED] + ["x_embedder"]
     model, rng, begin = model_of(layers), np.random.default_rng(0), "double_blocks.0.txt_attn"
     shapes = {"lora_A.weight": (2, C), "lora_B.weight": (3 * C + 3, 2), "lora_B.bias": (3 * C + 3,)}

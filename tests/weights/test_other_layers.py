@@ -1,4 +1,4 @@
-"""Parameters of layers that files of a model do not have: LoRA, other kernels, statistics."""
+"""Parameters that model files do not have: LoRA, other kernels, statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.golden_text import check_golden
 
 
 class Model(nnx.Module):
-    """Two layers; the first one is adapted in the way of `adapt`."""
+    """Two layers, the first adapted in the way `adapt`."""
 
     def __init__(self, adapt: Callable[[nnx.Rngs], Any] | None = None) -> None:
         rngs = nnx.Rngs(0)
@@ -62,7 +62,7 @@ def test_a_lora_has_the_names_of_peft(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_a_folder_refuses_it_and_the_remedy_loads(kind: str, tmp_path: Path) -> None:
-    """Two files: the model without the LoRA, and the LoRA, which is merged into the model."""
+    """The remedy is two files: the model without LoRA, and the LoRA, which is merged on loading."""
     model = Model(ADAPTED[kind])
     with pytest.raises(WeightsError) as caught:
         weights.save_diffusers(model, tmp_path)
@@ -87,7 +87,7 @@ def test_the_file_of_a_model_is_loaded_under_its_lora() -> None:
 
 
 class Quantised(nnx.Linear):
-    """A layer of whole numbers and a scale for each output."""
+    """A layer with integer weights and a scale for each output."""
 
     def __init__(self, rngs: nnx.Rngs, dtype: Any = jnp.int8) -> None:
         super().__init__(6, 4, rngs=rngs)
@@ -101,18 +101,18 @@ class Renamed(Quantised):
 
 @struct.dataclass
 class Pair:
-    """A quantised array as other libraries have it."""
+    """A quantised array in the style of other libraries."""
 
     numbers: Any
     scales: Any
 
 
 class Buffer(nnx.Variable):
-    """A variable that is no parameter."""
+    """A variable that is not a parameter."""
 
 
 class Own(nnx.Param):
-    """A parameter of one's own."""
+    """A user-defined parameter class."""
 
 
 def with_one(name: str, variable: nnx.Variable) -> Callable[[nnx.Rngs], nnx.Module]:

@@ -1,4 +1,4 @@
-"""Files that take their names when they are whole: after kills, on full disks, without locks."""
+"""Atomic writes: after kills, on full disks, without locks."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_without_locks_files_are_written_and_one_warning_says_so(
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """Let this process write no file beyond 1,000 bytes."""
+    """Limit this process to files of 1,000 bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:

@@ -1,5 +1,6 @@
-"""A save into a folder that holds an earlier one: what is read is what was saved last, also where a
-save is cut off.
+"""A save into a folder with an earlier one: readers get the last complete save.
+
+This is also true if a save is interrupted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NAME = "diffusion_pytorch_model"
 
 
 class Killed(BaseException):
-    """What a kill is to a program: nothing runs after it."""
+    """Simulates a kill: no code runs after it."""
 
 
 def save(folder: Path, shards: str, value: int) -> set[str]:
@@ -38,7 +39,7 @@ def save(folder: Path, shards: str, value: int) -> set[str]:
 
 
 def read_all(folder: Path) -> set[float]:
-    """List the values of all four tensors: one where they are of one save."""
+    """Return the distinct values of the four tensors: one if they are from one save."""
     tensors = weights.SafeTensors(folder)
     assert set(tensors) == set("abcd")
     return {float(x) for name in tensors for x in tensors[name][()]}
@@ -66,7 +67,7 @@ def test_other_files_are_kept(before: str, after: str, tmp_path: Path) -> None:
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Let every change of the folder from the `step`-th on raise."""
+    """Make every change of the folder from the `step`-th on raise."""
     steps = count()
 
     def killing(change: Any) -> Any:
@@ -86,7 +87,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 def test_a_save_that_is_cut_off_leaves_one_whole_save(
     before: str, after: str, tmp_path: Path
 ) -> None:
-    """Whatever step it does not reach; the next save reads right and leaves nothing behind."""
+    """It is interrupted before any of its steps; the next save leaves nothing behind."""
     seen = []
     for step in count():
         folder = tmp_path / str(step)
@@ -112,7 +113,7 @@ def test_a_save_that_is_cut_off_leaves_one_whole_save(
 
 
 def test_twice_cut_off(tmp_path: Path) -> None:
-    """A save over one whose index still names files that have no names of their own yet."""
+    """The interrupted save replaces one whose index names files that are not renamed yet."""
     for first, second in product(range(20), range(0, 20, 4)):
         folder = tmp_path / f"{first}_{second}"
         save(folder, "two", 1)

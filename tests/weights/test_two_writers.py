@@ -1,5 +1,6 @@
-"""Two processes save into one folder, and a third one reads it: each read is one whole save, also
-after a kill. Drawn by tests/fuzz/writers.py.
+"""Two processes save into one folder, and a third reads it: each read is one whole save.
+
+Also after a kill. tests/fuzz/writers.py draws the cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names, layouts and files: bit for bit both ways, and onto a mesh."""
+"""Names, layouts and files: bit for bit in both directions, and onto a mesh."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_onto_a_mesh_without_arrays_before(tmp_path: Path):
 
 
 def test_a_mesh_takes_arrays_that_are_there_too():
-    """Nothing stays on one device, so that a jit under the mesh runs; an error moves nothing."""
+    """All arrays move, so that a jit under the mesh runs; an error moves none."""
     want, inner = model_of(0), model_of(9)
     model = nnx.Dict(model=inner, dropout=nnx.Dropout(0.1, rngs=nnx.Rngs(0)))
     state = weights.to_diffusers(want, "model.")

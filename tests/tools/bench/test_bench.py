@@ -1,4 +1,4 @@
-"""The bench on a CPU, at small sizes: what it measures, compares, prints, draws and refuses."""
+"""The bench on a CPU, at small sizes: measurements, comparisons, output, plots and refusals."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_table_and_json(rows: list[BenchRow], capsys: pytest.CaptureFixture[str]
 
 
 def test_inputs_have_all_digits_of_their_dtype() -> None:
-    """And not the 128 values of `jax.random.normal` in bfloat16."""
+    """They do not have only the 128 values of `jax.random.normal` in bfloat16."""
     (q, *_), *_ = inputs_of(read("1,4096,4096,2,16"), CPU)
     assert q.dtype == jnp.bfloat16 and len(np.unique(np.asarray(q, np.float32))) > 2000
     assert float(jnp.max(jnp.abs(q))) > 3.5
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Progress is printed on stderr as it is made."""
+    """Progress is printed on stderr during the run."""
     out = tmp_path / "new" / "b.json"
     words = ["bench", "--shape", "1,64,64,2,16", "--kernel", "dot_product", "--seconds", "0.01"]
     assert main([*words, "--json", str(out)]) == 0
@@ -83,7 +83,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_strategies_are_compared_with_the_same_kernel_on_one_device(tmp_path: Path) -> None:
-    """One that cannot run gives the reason: three heads do not divide over four devices."""
+    """A strategy that cannot run gives the reason: three heads do not divide over four devices."""
     out = tmp_path / "b.json"
     words = "--mesh context=4 --strategy ring --strategy ulysses --kernel dot_product --peers"
     shape = ["--shape", "1,128,128,3,16", "--seconds", "0.01", "--json", str(out)]
@@ -101,7 +101,7 @@ def test_strategies_are_compared_with_the_same_kernel_on_one_device(tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_module_is_compared_with_its_parts() -> None:
-    """Of shared key heads, which are measured too."""
+    """Shared key heads are measured too."""
     shape = read("1,64,64,4,16,2")
     rows = bench_module(shape, "dot_product", budget=0.01)
     assert len(rows) == 8 and all(row.ms for row in rows), [row.note for row in rows]
@@ -113,9 +113,7 @@ def test_the_module_is_compared_with_its_parts() -> None:
 
 
 def test_the_bytes_of_the_elementwise_parts() -> None:
-    """q and k in and out, tables; backward dq, q and dq, the same of k, dv and dy; casts of four
-    kernels.
-    """
+    """q, k and tables; in the backward dq, q and dq, likewise k, dv, dy; casts of kernels."""
     shape, array, tables = read("2,64,64,3,16"), 2 * 64 * 48 * 2, 2 * 2 * 64 * 8 * 4
     forward, both = (elementwise_bytes(shape, training, "bfloat16") for training in (False, True))
     assert (forward, both) == (4 * array + tables, 12 * array + 2 * tables)
@@ -127,7 +125,7 @@ def test_the_bytes_of_the_elementwise_parts() -> None:
 
 @pytest.mark.parametrize("name", reports.REPORTS)
 def test_reports(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows as `bench` makes them: a table with every time, and a picture."""
+    """A report of `bench` rows has a table with every time, and a plot."""
     pytest.importorskip("matplotlib")
 
     def row(shape: Shape, who: str, what: str) -> BenchRow:
@@ -228,9 +226,7 @@ def test_values_of_every_kind_reach_the_compiler() -> None:
 
 
 def test_a_value_that_flags_spell_otherwise() -> None:
-    """As XLA_FLAGS has it, and as `jax.jit` does, which is what this machine's compiler is asked
-    for.
-    """
+    """XLA_FLAGS and `jax.jit` spell it differently; the latter is what this compiler gets."""
     name = "xla_gpu_collective_permute_mode"
     for value in ("peer", "COLLECTIVES_PEER_MEMORY"):
         assert xla_options([f"{name}={value}"]) == {name: "COLLECTIVES_PEER_MEMORY"}
@@ -253,7 +249,7 @@ def test_what_the_compiler_refuses(word: str, said: str) -> None:
 
 
 def test_options_of_our_configs_are_known_to_every_compiler() -> None:
-    """Options for GPUs are read on a CPU too, and so do no harm there."""
+    """A CPU reads options for GPUs too, so they must be harmless there."""
     found = 0
     for path in (Path(__file__).parents[3] / "configs").glob("*.yml"):
         said = yaml.safe_load(path.read_text())

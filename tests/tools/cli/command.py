@@ -11,7 +11,7 @@ from maxattn.tools.cli import main
 
 @dataclass(frozen=True)
 class Ran:
-    """Hold the exit status and what was printed."""
+    """The exit status of a command, and its output."""
 
     status: int
     out: str

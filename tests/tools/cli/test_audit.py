@@ -1,4 +1,4 @@
-"""`maxattn audit`: a model by name, a file of tensors, what it writes, and what it refuses."""
+"""`maxattn audit`: a model by name, a file of tensors, its reports, and its refusals."""
 
 from __future__ import annotations
 

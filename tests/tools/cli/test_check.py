@@ -1,4 +1,4 @@
-"""`maxattn check`, as golden text: what is valid, every kind of mistake, memory, and the advice."""
+"""`maxattn check`, as golden text: valid configs, every kind of mistake, memory, and advice."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_good_plan_has_no_advice():
 
 @pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
 def test_more_devices_need_less_memory_each(strategy):
-    """But for the parts of dQ of a fused backward, which runs where they take a tenth at most."""
+    """Except for the parts of dQ in a fused backward, which runs if they take at most a tenth."""
     config = AttentionConfig(attention="flash", context_parallel=strategy)
     call, v5p = read("wan-14b-720p").call(), Target.named("TPU v5p")
     each = [estimate(plan(call, config, {"context": n}, v5p), True) for n in (1, 2, 4, 8)]
@@ -183,7 +183,7 @@ def parts(head_dim: int, value_dim: int, strategy: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("strategy", but(["all_gather", "ring"], ["ring"]))
 def test_values_are_counted_by_their_own_channels(strategy: str) -> None:
-    """In training each part has as many arrays of H channels as of V."""
+    """In training, the arrays of V channels are as many as those of H channels."""
     narrow, wide = (parts(dim, dim, strategy) for dim in (32, 128))
     mixed, turned = parts(128, 32, strategy), parts(32, 128, strategy)
     assert len(mixed) >= 4

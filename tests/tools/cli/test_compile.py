@@ -1,6 +1,4 @@
-"""`maxattn compile`: the TPU's own compiler, in a child process. Skipped where libtpu is not
-installed.
-"""
+"""`maxattn compile` with the TPU's own compiler; skipped if libtpu is not installed."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ RING = split(
 
 
 def without_figures(text: str) -> str:
-    """Leave out what differs between compilers: seconds, sizes, and how many transfers overlap."""
+    """Remove figures that differ between compilers: seconds, sizes, and overlapping transfers."""
     text = re.sub(r"compiled in .*", "compiled in # s", text)
     return re.sub(
         r"(?m)^  (memory|sends) .*", lambda line: re.sub(r"\d[\d.]*", "#", line.group()), text
@@ -38,7 +36,7 @@ def without_figures(text: str) -> str:
 
 
 def without_codes(text: str) -> str:
-    """Leave out what libtpu 0.0.50 adds to an error: its code, the module and a link."""
+    """Remove additions of libtpu 0.0.50 to an error: its code, the module and a link."""
     text = re.sub(r"E\d{4}: \w+: ", "", text)
     return re.sub(r" HLO module: .*\nSee https://.* for more details\.", "", text)
 

@@ -1,4 +1,4 @@
-"""The scripts of `maxattn completion`, run by the shells that are installed."""
+"""The scripts of `maxattn completion`, run by the installed shells."""
 
 from __future__ import annotations
 

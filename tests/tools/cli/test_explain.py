@@ -106,7 +106,7 @@ def test_a_package_of_this_machine_is_brought_by_pip():
 
 @pytest.mark.parametrize("command", ["explain", "check", "tune", "check configs/attention.yml"])
 def test_each_command_refuses_a_package_that_is_not_known(capsys, command):
-    """`check` does so without a shape too."""
+    """`check` refuses it without a shape too."""
     shape = "" if "yml" in command else "configs/wan_14b.yml --shape sdxl-64"
     ran = run(capsys, *split(f"{command} {shape} --target v5p --with tokamx"))
     assert (ran.status, ran.out) == (1, "") and "--with: tokamx\n" in ran.err

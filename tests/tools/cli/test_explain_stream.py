@@ -1,4 +1,4 @@
-"""`maxattn explain --stream`: golden texts; its numbers are those of caches and of programs."""
+"""`maxattn explain --stream`: golden texts; its numbers equal those of caches and programs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ SIZES = "tokens=8,heads=4,head_dim=8,layers=2"
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_programs_and_lengths_are_those_of_a_cache(name: str) -> None:
-    """Block by block: the stage of the cache, and how many of its slots are filled."""
+    """For each block: the stage of the cache, and the number of filled slots."""
     made = read_stream(f"{SIZES},{STREAMS[name]}", {}, (), 1, "float32")
     slots = {} if made.layout.stream.window else {"frames": made.layout.frames}
     stream = made.layout.stream
@@ -122,7 +122,7 @@ def test_programs_and_lengths_are_those_of_a_cache(name: str) -> None:
 
 
 def test_what_tune_measured_comes_before_estimates() -> None:
-    """None is known over a mesh, and of kernels of plain JAX."""
+    """Over a mesh, and for kernels of plain JAX, there are no measurements."""
     target = Target.named("NVIDIA H200", (("fa4-jax", "0.1.0"),))
     config, call = ma.AttentionConfig(), SHAPES["wan-1.3b-480p-block"].call()
     estimated = forward_time(ma.plan(call, config, target=target), config)

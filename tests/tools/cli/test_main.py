@@ -1,7 +1,6 @@
 """The command line as a whole: help, wrong commands, exit status, no traceback, no backend.
 
-What `maxattn convert` makes of a MaxDiffusion YAML is in tests/config/test_maxdiffusion.py; here is
-what it refuses.
+Here are the refusals of `maxattn convert`; tests/config/test_maxdiffusion.py has its results.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def test_each_command_has_help(capsys, name):
 
 @pytest.mark.parametrize("name", ["explain", "check"])
 def test_the_examples_of_help_run(capsys, monkeypatch, name):
-    """Those of `compile`, `bench` and `tune` take minutes or hardware."""
+    """Except for those of `compile`, `bench` and `tune`, which take minutes or hardware."""
     monkeypatch.chdir(ROOT)
     text = run(capsys, name, "--help").out.replace("\\\n", " ")
     examples = [line.strip() for line in text.splitlines() if line.startswith("  maxattn ")]

@@ -1,6 +1,4 @@
-"""`maxattn tune`: real timings on this CPU, what is kept, what plans make of it, a kill; estimates
-as golden text.
-"""
+"""`maxattn tune`: timings on this CPU, its file, plans from it, a kill; golden estimates."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def test_a_real_tune(capsys, cache):
 
 @pytest.fixture
 def quick(cache, monkeypatch):
-    """A cache of its own, and times that were not measured."""
+    """A separate cache, and constant times instead of measurements."""
     timed = Timed(seconds=1e-3)
     monkeypatch.setattr("maxattn.tools.tune.kernel_times.time_sizes", lambda *_: timed)
     return cache
@@ -153,7 +151,7 @@ def test_a_wrong_limit(capsys, cache):
 
 
 def test_without_a_home_the_variable_is_named(capsys, quick, monkeypatch):
-    """As in a container of a user who stands in no table of users."""
+    """As in a container whose user is not in the user table."""
     monkeypatch.delenv(tuned.VARIABLE)
     monkeypatch.setattr(Path, "home", no_home)
     ran = run(capsys, "tune", *BLOCKWISE, "--limit", "1")

@@ -1,4 +1,4 @@
-"""`maxattn tune` under `attention: auto`: kernels that are timed here, and plans that take them."""
+"""`maxattn tune` with `attention: auto`: kernels timed on this CPU, and plans that choose them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MS = {"dot_product": 2.0, "memory_efficient": 1.0}
 
 @pytest.fixture
 def quick(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, and times that were not measured: dense takes twice as long."""
+    """A separate cache, and constant times: dense takes twice as long."""
 
     def times(built: dict, what: str, *_: object) -> PassTimes:
         return PassTimes({name: (MS[name],) * 7 for name in built}, {})
@@ -56,7 +56,7 @@ def small(**changes: object) -> ma.Call:
 
 
 def without_times(text: str, cache: Path) -> str:
-    """Put # in the place of what differs from run to run, and name one winner."""
+    """Replace text that differs between runs by #, and fix the winner."""
     text = re.sub(r" +\d[\d.,]*(?=[ \n])", " #", text.replace(str(cache), "tuned.json"))
     text = re.sub(
         r"  (fastest|auto takes) [\w/]+(:.*\n)(  not .*noise\n)?", r"  fastest KERNEL\2", text
@@ -195,7 +195,7 @@ def test_settings_of_kernels_are_part_of_a_call(capsys, quick):
 
 
 def test_a_stop_loses_at_most_a_pass(capsys, quick, monkeypatch):
-    """The second pass of the first call is stopped: its forward is kept, and not timed again."""
+    """The first call's second pass is stopped; its forward is stored, and not timed again."""
     timed, words = [], ["tune", *SMALL, "--shape", "1,301,301,2,8"]
     real = tune_kernels.time_pass
 

@@ -18,7 +18,7 @@ def texts(chip: str, name: str) -> tuple[str, str]:
 
 
 def dump(chip: str, name: str, bundles: str | None = None, slots: str | None = None) -> KernelDump:
-    """Read a committed dump, with other texts where they are given."""
+    """Read a committed dump, with replacements for its texts."""
     own = texts(chip, name)
     given = own[0] if bundles is None else bundles, own[1] if slots is None else slots
     return KernelDump.read(name, *given, DEVICES[f"TPU {chip}"], "0.0.50.1")
@@ -31,8 +31,8 @@ def small(products: int = 2, more: str = "") -> tuple[str, str]:
     """Write the dump of a loop of 13 bundles with an edge of two and a body of two.
 
     Args:
-        products: in the body, all on one unit.
-        more: another instruction of the last bundle but one in the loop.
+        products: number of matmuls in the body, all on one unit.
+        more: another instruction in the loop's second-last bundle.
     """
     window = "[shape: f32[4,8]] /* output window allocation for operator output 0. The window shape"
     rows = (
@@ -57,20 +57,20 @@ def small(products: int = 2, more: str = "") -> tuple[str, str]:
 
 
 def three_bodies() -> tuple[str, str]:
-    """Write the small dump with products in its edge too, and a third body of three bundles."""
+    """Write the small dump with matmuls in its edge too, and a third body of three bundles."""
     return _more_bodies([1, 0, 0])
 
 
 def two_forms() -> tuple[str, str]:
-    """Write four bodies: of two bundles each, then of three and of one."""
+    """Write four bodies: two of two bundles, one of three and one of one."""
     return _more_bodies([1, 0, 0], [1])
 
 
 def _more_bodies(*more: list[int]) -> tuple[str, str]:
-    """Write the small dump with products in its edge, and with more bodies after its own.
+    """Write the small dump with matmuls in its edge, and with further bodies.
 
     Args:
-        more: products of each bundle of a body.
+        more: matmuls in each bundle of a further body.
     """
     bundles, slots = small()
     rows = bundles.replace("0x4 : > {}", f"0x4 : > {{ {PRODUCT} }}").split("\n")

@@ -1,4 +1,4 @@
-"""The tiles of a user's kernel: read from its blocks, counted from a mask, or given."""
+"""The tiles of a user's kernel: read from its block shapes, counted from a mask, or given."""
 
 from __future__ import annotations
 

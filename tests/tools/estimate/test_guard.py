@@ -1,8 +1,8 @@
-"""What a pair of a query and a key costs in each TPU kernel, by libtpu's schedule, does not rise.
+"""The cost of a query-key pair in each TPU kernel, by libtpu's schedule, does not rise.
 
-The figures in `cycles.json` are of the version of libtpu that stands beside them, and schedules do
-not vary from compile to compile. With another version the test is skipped. MAXATTN_REGOLD=1 writes
-the file anew; `make test-tpu-compile` runs this.
+The figures in `cycles.json` are for the version of libtpu that it names; schedules are
+deterministic. With another version the test is skipped. MAXATTN_REGOLD=1 rewrites the file; `make
+test-tpu-compile` runs this.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = [
 
 
 def costs(kind: str, kernel: str) -> tuple[dict[str, float], str]:
-    """Compile forward and backward; return cycles a thousand pairs by kernel, and the version."""
+    """Compile forward and backward; return cycles per thousand pairs by kernel, and the version."""
     config = AttentionConfig(attention=kernel, flash_block_sizes=TILE)  # type: ignore[arg-type]
     shape = read(SHAPES.get(kernel, SHAPE))
     job = CompileJob(TOPOLOGIES[kind], config, shape, training=True, devices=1, estimate=True)
@@ -52,9 +52,9 @@ def costs(kind: str, kernel: str) -> tuple[dict[str, float], str]:
 
 
 def padded_costs(kind: str) -> tuple[dict[str, float], str]:
-    """Compile a forward whose keys are padded; return cycles a thousand pairs by body.
+    """Compile a forward with padded keys; return cycles per thousand pairs by body.
 
-    The online softmax issues less in a whole tile, where it evaluates no mask.
+    The online softmax needs fewer instructions in a whole tile, which evaluates no mask.
     """
     sizes = TILE["block_q"], TILE["block_kv"], TILE["block_kv_compute"]
     job = KernelJob(kind, "tpu_flash", "fwd", sizes, 128, "bfloat16", masked=True)
@@ -71,7 +71,7 @@ def padded_costs(kind: str) -> tuple[dict[str, float], str]:
 
 
 def _cost(kernel: dict[str, Any]) -> float:
-    """Return the slow end's cycles of a device for a thousand pairs."""
+    """Return the slow end's cycles of a device per thousand pairs."""
     q, kv = kernel["block"]
     return round(1000 * kernel["cycles"][1] / (q * kv * kernel["cores"]), 3)
 
@@ -98,7 +98,7 @@ def test_a_training_module_of_few_keys_has_an_estimate(kind):
 
 
 def check(name: str, found: dict[str, float], libtpu: str) -> None:
-    """Compare with the committed figures, or write them."""
+    """Compare with the committed figures, or rewrite them."""
     if os.environ.get("MAXATTN_REGOLD") == "1":
         _write(name, found, libtpu)
         return

@@ -1,6 +1,6 @@
-"""What a schedule costs: dumps of real kernels, and one small enough to add up by hand.
+"""The cost of a schedule: dumps of real kernels, and one small enough to add up by hand.
 
-A dump of another form is refused by name: no number is made of it.
+A dump of another form is refused by name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ALL = KernelTiles((128, 128), 16, 0, (16, 16, 16), 2, 4.0 * 128 * 128 * 128, Fal
 
 
 def cycles(products: int = 2, full: float = 1.0, masked: float = 0.0) -> tuple[float, float]:
-    """Price a step of the small kernel in rows of four."""
+    """Return the cost of a step of the small kernel in rows of four."""
     cost = KernelDump.read("small_fwd", *small(products), V6E, "x").cost(4, 4)
     return cost.cycles(StepGrid(1, 1, 4, masked, 1 - full - masked))
 
@@ -77,7 +77,7 @@ def test_a_step_is_not_faster_than_its_matrix_units():
 
 
 def test_slots_of_the_matrix_units_are_one_unit():
-    """libtpu 0.0.52 names them MATMUL and MATPUSH."""
+    """libtpu 0.0.52 calls them MATMUL and MATPUSH."""
     bundles, slots = small()
     renamed = slots.replace("MXU,", "MATMUL, MATPUSH,").splitlines()
     lines = [

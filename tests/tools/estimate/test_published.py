@@ -1,4 +1,4 @@
-"""Measured points beside their estimates: the constants that are printed, and the table.
+"""Published measurements and their estimates: the printed constants, and the table.
 
 `python -m benchmarks.tpu_estimates_published` computes the estimates again.
 """
@@ -70,7 +70,7 @@ def test_a_point_has_all_that_is_needed_to_compute_it_again(name):
 
 
 def lines() -> list[str]:
-    """Write the table of docs/measured."""
+    """Format the table of docs/measured."""
     made = [HEAD, "|---" * HEAD.count("| ") + "|"]
     for table in TABLES.values():
         chip, mark = table["chip"].removeprefix("TPU "), "" if table["same_tile"] else " *"

@@ -1,4 +1,4 @@
-"""Estimates of programs and blocks: what `compile --estimate` prints, and the table that ships."""
+"""Estimates of programs and blocks: the output of `compile --estimate`, and the shipped table."""
 
 from __future__ import annotations
 

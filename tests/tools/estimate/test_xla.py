@@ -1,4 +1,4 @@
-"""The time of XLA's operations: products by FLOPs, the rest by the bytes between them and HBM."""
+"""The time of XLA's operations: matmuls by FLOPs, the rest by bytes to and from HBM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call small enough to tune here, what the cache holds of it, and a kernel that is broken."""
+"""A call small enough to tune here, the cache's entries for it, and a broken kernel."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def plan_here() -> ma.Plan:
 
 
 class CompilerError(Exception):
-    """What no library of Python raises."""
+    """An exception class that no library of Python raises."""
 
 
 @dataclass(frozen=True)
 class Broken(Kernel):
-    """Compute a forward, and fail to compile a backward."""
+    """A kernel whose forward works, and whose backward fails to compile."""
 
     name: ClassVar[str] = "broken"
     scale: float = 1.0
 
     @staticmethod
     def build(call: Any, config: Any, target: Any) -> Broken:
-        """Take the scale."""
+        """Store the scale."""
         return Broken(call.scale)
 
     def forward(self, inputs: Inputs) -> Result:
-        """Return the first value for every query: fast, and of no use."""
+        """Return the first value for every query, which is fast but useless."""
         out = jnp.broadcast_to(inputs.v[:, :1], inputs.q.shape)
         return Result(out, jnp.zeros(inputs.q.shape[:3], jnp.float32).swapaxes(1, 2))
 
@@ -58,5 +58,5 @@ class Broken(Kernel):
         raise CompilerError(f"no registers for head dim {inputs.q.shape[-1]}\nand more lines")
 
     def lines(self, call: Any) -> Lines:
-        """Name it."""
+        """Return the kernel's name."""
         return Lines("broken", "none")

@@ -1,4 +1,4 @@
-"""What is timed: sizes that the rules leave as they are, and kernels that can run."""
+"""Tuning candidates: sizes that the rules do not change, and kernels that can run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def test_candidates_are_what_the_rules_leave_as_it_is(kernel, training):
 
 
 def test_candidates_fit_the_memory():
-    """At 75,600 tokens and 40 heads the fused backward of 2048 keys a tile writes 27 GiB of parts
-    of dQ.
-    """
+    """At 75,600 tokens and 40 heads the fused backward with 2048 keys per tile needs 27 GiB."""
 
     def fused(target: Target) -> list[dict[str, int]]:
         found = candidates("flash", read("wan-14b-720p").call(), target, True, 500)
@@ -45,7 +43,7 @@ def test_candidates_fit_the_memory():
 
 
 def test_steps_under_a_mask_are_those_that_are_visited():
-    """Eight blocks see themselves, and seven the one before."""
+    """Eight blocks visit themselves, and seven the block before."""
     call = replace(read("1,2048,2048,2,64"), mask=BlockSlidingWindow(256, 2)).call()
     sizes = ("block_q", 256), ("block_kv", 256), ("block_kv_compute", 256)
     assert cost_of(sizes, call)[1] == 8 + 7

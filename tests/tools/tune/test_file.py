@@ -1,4 +1,4 @@
-"""The file of tuned sizes: what plans make of it, and of a damaged one."""
+"""The file of tuned sizes: plans that use it, and damaged files."""
 
 from __future__ import annotations
 

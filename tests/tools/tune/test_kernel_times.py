@@ -1,4 +1,4 @@
-"""Which kernels are timed, what is timed of them, and what is kept of a device that is lost."""
+"""Timing kernels: which ones, which passes, and the results that survive a lost device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_passes_compute_what_attention_does():
 
 
 def test_arrays_of_masks_are_arguments_of_what_is_compiled():
-    """Else the compiler would prepare lengths once, and nobody would pay for it."""
+    """As constants, lengths would be prepared at compile time, and that time would not count."""
     call, mask = small(), KeyPadding(np.array([5, 64])).bind(96, 64, 2)
     kernel = KERNELS["memory_efficient"].build(call, CONFIG, Target.here())
     (inputs,) = kernel_times.random_sets(call, mask)
@@ -55,7 +55,7 @@ def test_arrays_of_masks_are_arguments_of_what_is_compiled():
 
 @pytest.mark.parametrize(("sets", "what"), [(1, "forward"), (3, "backward")])
 def test_times_of_several_kernels(sets, what, monkeypatch):
-    """Short calls of a GPU are several in a program, and timed by the device's clock."""
+    """Short calls on a GPU are chained in one program, and timed by the device's clock."""
     monkeypatch.setattr(kernel_times, "SECONDS", 0.01)
     monkeypatch.setattr(kernel_times, "inputs_of", lambda call: sets)
     monkeypatch.setattr("maxattn.measuring.timing.ENTRIES", 1 << 16)
@@ -77,7 +77,7 @@ def test_a_kernel_that_does_not_compile_says_why(monkeypatch):
 
 
 def test_a_lost_device_says_nothing_of_other_kernels(monkeypatch):
-    """It fails every kernel after the one that broke it: that one alone is named."""
+    """After the kernel that broke the device all others fail, but only that one is reported."""
     (fine,) = compile_all([TimedFunction(lambda: jnp.ones(3), lambda: [()])])
     stops = lambda sets: 1 / 0  # noqa: E731
     programs = {"a": fine, "b": replace(fine, compiled=stops), "c": replace(fine, compiled=stops)}

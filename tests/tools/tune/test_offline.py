@@ -1,4 +1,4 @@
-"""`maxattn tune --offline`: what is compiled, what a stop leaves, and what is ranked."""
+"""`maxattn tune --offline`: compiled candidates, the state after a stop, and the ranking."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_job_lies_in_hbm_and_has_whole_steps():
     "sides", [(512, 512), (1024, 2048), (2048, 1024), (1024, 4096), (4096, 512)]
 )
 def test_a_window_leaves_out_a_tile_and_no_step(kind, sides):
-    """A kernel that goes through lists has the same steps as another: the longest row has all."""
+    """Tile lists do not reduce the number of steps, since the longest row has all tiles."""
     tile = sides if kind == "dq" else (*sides, 512)
     job = KernelJob("TPU v6e", "flash", kind, tile, 128, "bfloat16", Evaluates.INTERVAL)
     q_len, kv_len = job.lengths

@@ -1,4 +1,4 @@
-"""A file of measurements that another version wrote is copied, and no copy replaces another."""
+"""A file of measurements from another version is backed up; no backup replaces another."""
 
 from __future__ import annotations
 

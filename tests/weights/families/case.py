@@ -1,4 +1,4 @@
-"""One attention of a model: how diffusers makes and calls it, and how we do."""
+"""One attention of a model, with its class and call in diffusers and in maxattn."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class Attention:
 
 
 def drawn(shapes: Shapes, seed: int) -> Numbers:
-    """Draw numbers that are the same for ever, so that no file has to hold them.
+    """Draw numbers that are always the same, so that no file needs to store them.
 
     Args:
-        shapes: by name; inputs, or the parameters of a module, whose norms and biases are not all
+        shapes: by name: inputs, or the parameters of a module, in which not all norms and biases
+            are
             one or zero.
         seed: one for each purpose.
     """
@@ -58,10 +59,10 @@ def _normal(rng: np.random.RandomState, shape: tuple[int, ...]) -> Float[np.ndar
 
 
 def attention(processor: str, **how: Any) -> Any:
-    """Make diffusers' shared class.
+    """Make diffusers' shared attention class.
 
     Args:
-        processor: "FILE.CLASS" of what computes it, under `diffusers.models`.
+        processor: "FILE.CLASS" of its processor, under `diffusers.models`.
         how: settings of the class.
     """
     place, name = processor.rsplit(".", 1)
@@ -71,15 +72,16 @@ def attention(processor: str, **how: Any) -> Any:
 
 
 def tensor(array: Any) -> Any:
-    """Give torch an array."""
+    """Convert an array to torch."""
     import torch
 
     return torch.tensor(np.asarray(array))
 
 
 def theirs(case: Attention) -> Numbers:
-    """Run an attention in diffusers: `out`, all outputs in a row, and `grad.` of every input and
-    parameter for the cotangent `drawn({"dout": out.shape}, 2)`.
+    """Run an attention in diffusers: `out`, all outputs concatenated, and `grad.` for all arrays.
+
+    The gradients of inputs and parameters are for the cotangent `drawn({"dout": out.shape}, 2)`.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""HunyuanVideo and HunyuanVideo 1.5, which put the text last."""
+"""HunyuanVideo and HunyuanVideo 1.5, whose text comes last."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(flags: np.ndarray) -> Any:
 
 
 def double(processor: str, flags: np.ndarray, mask: Any) -> Attention:
-    """Put the text last; our text comes first, and a mask and a table that do so too."""
+    """Reorder inputs: our text comes first, as do its parts of mask and table."""
     table = hunyuan_table(still(S), GRID)
     how = RMS | {"added_kv_proj_dim": C, "context_pre_only": False, "out_dim": C}
     return Attention(

@@ -31,7 +31,7 @@ TAIL = np.concatenate((np.ones((B, T), bool), KEPT), 1)
 
 
 def sd3(norm: str | None, last: bool) -> Attention:
-    """Give no order to tokens, so it does not matter that diffusers puts the text last."""
+    """SD3, whose tokens have no order, so that the place of the text does not matter."""
     how: dict[str, Any] = {"qk_norm": norm, "eps": 1e-6, "bias": True}
     return Attention(
         lambda: attention(JOINT, added_kv_proj_dim=C, context_pre_only=last, out_dim=C, **how),
@@ -81,7 +81,7 @@ def qwen() -> Attention:
 
 
 def z_image() -> Attention:
-    """Put the picture first, then the text, and padding last."""
+    """Z-Image: the picture comes first, then the text, and padding last."""
     positions = np.concatenate((grid(np.array([S + 1]), ROWS, COLUMNS), _texts(S, first=1)))
     table = rope_nd(AXES, positions, theta=256)
 
@@ -101,7 +101,7 @@ def z_image() -> Attention:
 
 
 def lumina() -> Attention:
-    """Share key heads, and stretch the scores with the length of the sequence."""
+    """Lumina 2, with shared key heads, and scores scaled with the length of the sequence."""
     positions = np.concatenate((_texts(S, first=0), grid(np.array([S]), ROWS, COLUMNS)))
     table = rope_nd(AXES, positions)
     scale = np.sqrt(np.log(T + S) / np.log(4)) * H**-0.5
@@ -126,7 +126,7 @@ def lumina() -> Attention:
 
 
 def krea() -> Attention:
-    """Share key heads, add 1 to the scales of norms, and gate every channel."""
+    """Krea 2, with shared key heads, 1 + the scales of norms, and a gate per channel."""
     positions = np.concatenate((_texts(S, first=0), grid(1, ROWS, COLUMNS)))
     table = rope_nd(AXES, positions, theta=1000)
     keys = np.concatenate((KEPT, np.ones((B, T), bool)), 1)
@@ -161,7 +161,7 @@ def _texts(tokens: int, first: int) -> Any:
 
 
 def to_text(name: str, width: int, norm: str | None = None, **how: Any) -> Attention:
-    """Hide padding by a bias of -10000, as the models make it of their flags."""
+    """Mask padding by a bias of -10000, as the models do from their flags."""
     hidden = np.float32(-10000) * ~KEPT[:, None]
     theirs: dict[str, Any] = how | {"cross_attention_dim": width, "qk_norm": norm}
     if norm is not None:

@@ -1,4 +1,4 @@
-"""LTX-Video and LTX-2, whose heads turn by angles of their own."""
+"""LTX-Video and LTX-2, whose heads have different rotary angles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADS: dict[str, Any] = LTX | {"heads": N, "config": DENSE, "eps": 1e-6}
 
 
 def table(angles: Any, style: str, head_dim: int = H) -> ma.Rotary:
-    """Give each head its part of the angles [B, T, N * H / 2] of all channels."""
+    """Split the angles [B, T, N * H / 2] of all channels by head."""
     of_heads = angles.reshape(*angles.shape[:2], N, head_dim // 2)
     cos, sin = (f(of_heads).astype(np.float32) for f in (np.cos, np.sin))
     return ma.Rotary(cos, sin, style)
@@ -82,19 +82,19 @@ def ltx_2_rope(rope_type: str, modality: str, width: int, *sizes: int, **how: An
 
 
 def seconds(frames: int) -> Any:
-    """Return the middle of latent frames: of the first one frame, then of 8, at 24 a second."""
+    """Return the mid-times of latent frames: one frame in the first, then 8, at 24 per second."""
     ends = np.maximum(np.arange(frames + 1) * 8 - 7, 0) / 24
     return (ends[1:] + ends[:-1]) / 2
 
 
 def sound_seconds() -> Any:
-    """Return the middle of latent sounds: of the first one step, then of 4, at 100 a second."""
+    """Return the mid-times of latent sounds: one step in the first, then 4, at 100 per second."""
     ends = np.maximum(np.arange(SOUNDS + 1) * 4 - 3, 0) / 100
     return (ends[1:] + ends[:-1]) / 2
 
 
 def ltx_2_self(rope_type: str, style: str) -> Attention:
-    """Turn all channels of a token: pairs of neighbours, or halves of each head."""
+    """Rotate all channels of a token: pairs of neighbours, or halves of each head."""
     spots = grid(seconds(FRAMES), np.arange(ROWS) * 32 + 16.0, np.arange(COLUMNS) * 32 + 16.0)
     turned = table(of_channels(spots[None] / (20, 2048, 2048), C), style)
 
@@ -112,7 +112,7 @@ def ltx_2_self(rope_type: str, style: str) -> Attention:
 
 
 def ltx_2_audio_to_video() -> Attention:
-    """Attend from a video to its sound, both in seconds, with the heads of the sound."""
+    """Attend from a video to its sound, both at times in seconds, with the heads of the sound."""
     of_video = grid(seconds(FRAMES), np.zeros(ROWS), np.zeros(COLUMNS))[None, :, :1] / 20
     of_audio = sound_seconds()[None, :, None] / 20
     q, k = (table(of_channels(p, AUDIO_C), "half", AUDIO_H) for p in (of_video, of_audio))

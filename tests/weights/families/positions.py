@@ -1,4 +1,4 @@
-"""Positions of tokens, and tables that stand at none."""
+"""Positions of tokens, and rotary tables for tokens without a position."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ Positions = Float[np.ndarray, "T axes"]
 
 
 def grid(*axes: int | Float[np.ndarray, " n"]) -> Positions:
-    """List the points of a grid in raster order; a number n counts from 0 to n - 1."""
+    """List the points of a grid in raster order; a number n gives 0 to n - 1."""
     lines = [np.arange(a) if isinstance(a, int) else a for a in axes]
     return np.stack(np.meshgrid(*lines, indexing="ij"), -1).reshape(-1, len(axes)).astype(float)
 
 
 def still(tokens: int, axes: int = 3) -> Positions:
-    """Stand at 0, where nothing turns."""
+    """Return position 0, at which nothing is rotated."""
     return np.zeros((tokens, axes))
 
 
 def of_channels(
     positions: Float[np.ndarray, "B T axes"], width: int, theta: float = 1e4
 ) -> Float[np.ndarray, "B T half"]:
-    """Make LTX's angles of all channels of a token: frequencies from pi/2 to theta pi/2, those of
-    the axes in turn, and zeros before them where the axes do not divide the channels.
+    """Return LTX's angles for all channels of a token, with frequencies from pi/2 to theta pi/2.
 
-    Angles are products in float32, as LTX has them: the largest are thousands of turns.
+    The axes alternate; if they do not divide the channels, zeros come first. Angles are products in
+    float32, as in LTX: the largest are thousands of turns.
     """
     axes = positions.shape[-1]
     frequencies = (theta ** np.linspace(0, 1, width // (2 * axes)) * np.pi / 2).astype(np.float32)

@@ -103,7 +103,7 @@ MOCHI_ROPE = np.random.RandomState(7).standard_normal((3, N, H // 2)).astype(np.
 
 
 def mochi(last: bool) -> Attention:
-    """Turn each head by angles of its own; padding sees nothing and is not seen."""
+    """Mochi, whose heads have their own angles; padding attends to nothing and is masked."""
     middle = (np.arange(ROWS) - (ROWS - 1) / 2) * 192 / np.sqrt(ROWS * COLUMNS)
     angles = np.einsum("td,dnf->tnf", grid(FRAMES, middle, middle), MOCHI_ROPE)
     angles = np.concatenate((np.zeros((S, *angles.shape[1:])), angles))[None]
@@ -142,7 +142,7 @@ def mochi(last: bool) -> Attention:
 
 
 class KandinskyAttention(ma.FlaxAttention):
-    """Name the parameters as Kandinsky 5 does."""
+    """Parameters with Kandinsky 5's names."""
 
     diffusers_names: ClassVar[dict[str, str]] = {
         "to_q": "to_query", "to_k": "to_key", "to_v": "to_value", "to_out": "out_layer",
@@ -151,7 +151,7 @@ class KandinskyAttention(ma.FlaxAttention):
 
 
 class KandinskyCross(ma.CrossAttention):
-    """Name the parameters as Kandinsky 5 does."""
+    """Parameters with Kandinsky 5's names."""
 
     diffusers_names: ClassVar[dict[str, str]] = KandinskyAttention.diffusers_names
 
@@ -167,7 +167,7 @@ def kandinsky() -> Any:
 
 
 def kandinsky_self() -> Attention:
-    """Compare without diffusers' rounding of turned queries and keys to bfloat16."""
+    """Compare without diffusers' rounding of rotated queries and keys to bfloat16."""
     table = rope_nd((2, 2, 4), GRID)
 
     def run(m: Any, i: dict[str, Any]) -> Any:
@@ -204,7 +204,7 @@ def kandinsky_cross() -> Attention:
 
 
 def minimax_h3() -> Attention:
-    """Turn 6 of 8 channels of each head, in halves; the heads are wider than the tokens."""
+    """Rotate 6 of 8 channels of each head, in halves; the heads are wider than the tokens."""
     table = rope_nd((2, 2, 2), GRID, theta=100, style="half")
     table = ma.Rotary(table.cos, table.sin, "half", partial=True)
     width = 12
