@@ -6,6 +6,12 @@ from importlib.util import find_spec
 
 import pytest
 
+from maxattn.tools.compile.process import tpu_python
+
+needs_libtpu = pytest.mark.skipif(
+    tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
+)
+
 
 def skip_without(*packages: str) -> None:
     for package in packages:

@@ -89,10 +89,10 @@ def test_invalid_streams_are_refused_by_name(how: Any, error: type, setting: str
     assert setting in str(refused.value).replace(":", "").replace("=", " ")
 
 
-@pytest.mark.parametrize("words", ["flux stream", "wan stream --size wan-2.2-i2v-a14b"])
-def test_only_text_to_video_streams(words: str) -> None:
+def test_only_text_to_video_streams() -> None:
+    words = ["wan", "stream", "--size", "wan-2.2-i2v-a14b"]
     with pytest.raises(ConfigError, match="stream"):
-        measure.main(measure.parser().parse_args(words.split()))
+        measure.main(measure.parser().parse_args(words))
 
 
 def test_the_command_reports_a_block(monkeypatch, capsys, tmp_path: Path) -> None:

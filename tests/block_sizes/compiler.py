@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from maxattn.config.target_names import read_target
+from maxattn.tools.compile.process import tpu_python
+
 CHILD = Path(__file__).with_name("tpu_child.py")
 STORE = Path(__file__).parents[2] / "out" / "tpu_compiles.jsonl"
-PYTHON = os.environ.get("MAXATTN_TPU_PYTHON") or (
-    sys.executable if importlib.util.find_spec("libtpu") else None
-)
+PYTHON = tpu_python()
 SECONDS = 900  # of processor time, for one case: a busy machine changes no answer
 TOPOLOGIES = {
-    "TPU v4": "v4:2x2x1",
-    "TPU v5e": "v5e:2x2",
-    "TPU v5p": "v5p:2x2x1",
-    "TPU v6e": "v6e:2x2",
-    "TPU v7x": "tpu7x:2x2x1",
+    kind: read_target(kind).topology
+    for kind in ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
 }
 
 

@@ -71,12 +71,6 @@ def test_3024_is_kept_in_inference_and_mended_in_training():
     assert changes == (Change("block_q", 3024, 3072, "must be a multiple of 128"),)
 
 
-def test_inference_keeps_the_three_forward_sizes_alone():
-    sizes, changes = adjust(uniform(512), call(), "flash", V5P, training=False)
-    assert sizes == BlockSizes(512, 512, 512)
-    assert changes == ()
-
-
 def test_fused_drops_the_dq_sizes_and_block_q_wins():
     asked = FlashBlockSizes(
         block_q=1024, block_kv=512, block_q_dkv=512, block_q_dq=512, block_kv_dq=256,
@@ -86,13 +80,6 @@ def test_fused_drops_the_dq_sizes_and_block_q_wins():
     changed = {"block_q_dkv": 1024, "block_q_dq": None, "block_kv_dq": None}
     assert sizes.block_q == 1024 and {c.key: c.used for c in changes} == changed
     assert {key: getattr(sizes, key) for key in changed} == changed
-
-
-def test_tokamax_is_fused():
-    sizes, changes = adjust(uniform(512), call(), "tokamax_flash", V5P, training=True)
-    assert sizes.use_fused_bwd_kernel is True
-    assert (sizes.block_q_dq, sizes.block_kv_dq) == (None, None)
-    assert {c.key for c in changes} == {"use_fused_bwd_kernel", "block_q_dq", "block_kv_dq"}
 
 
 @pytest.mark.parametrize(

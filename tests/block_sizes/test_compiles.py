@@ -21,12 +21,11 @@ from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 from tests.block_sizes import matrix, presets_of_others
 from tests.block_sizes.asks import CROSS_LENGTHS, call, uniform
-from tests.block_sizes.compiler import PYTHON, TOPOLOGIES, Compiler
+from tests.block_sizes.compiler import TOPOLOGIES, Compiler
 from tests.block_sizes.random_requests import HEAD_DIMS, LENGTHS, PRESETS, TEXTS, Request, requests
+from tests.packages import needs_libtpu
 
-pytestmark = pytest.mark.skipif(
-    PYTHON is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
-)
+pytestmark = needs_libtpu
 COUNT = 330  # requests; 11 for each chip, kernel and backward
 
 

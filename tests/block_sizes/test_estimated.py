@@ -16,12 +16,11 @@ from maxattn.block_sizes.sizes import DKV, DQ, FORWARD
 from maxattn.devices import DEVICES
 from maxattn.target import Target
 from maxattn.tuned import Tuned, key_of
-from tests.block_sizes.small_costs import KIND, cost, costs, own_costs, shipping
+from tests.block_sizes.small_costs import CLOCK, KIND, cost, costs, own_costs, shipping
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of
 
 V6E = Target.named(KIND)
-CLOCK = 1.75e9
 CALL = ma.Call(1, 8192, 8192, 2, 2, 128, "bfloat16")
 FLASH = ma.AttentionConfig(attention="flash")
 AUTO = ma.AttentionConfig()
@@ -111,11 +110,6 @@ def test_flash_takes_the_faster_backward_whose_parts_fit():
     assert fused_partials_bytes(LARGE, small.sizes) > 0.1 * 31.25 * 2**30
     forward = choose(EITHER, "flash", CALL, V6E, False)
     assert forward is not None and forward.sizes == BlockSizes(1024, 1024, 1024)
-
-
-def test_a_table_is_read_as_it_is_written():
-    groups = {"TPU v6e, flash, 128, bfloat16": costs(100, 350), "b": costs(1, 2, fused=True)}
-    assert read_table(table_text("0.0.99", groups)) == ("0.0.99", groups)
 
 
 def test_the_table_that_ships():

@@ -40,17 +40,14 @@ from maxattn.tools.compile.process import (
     CompilerProcess,
     CompilerStopped,
     held_signals,
-    tpu_python,
 )
 from maxattn.tools.model_shapes import read
 from maxattn.tools.tune.kernel_job import KernelJob
 from maxattn.tools.tune.schedules import ScheduleCompiler
 from tests.golden_text import check_golden, check_refused
+from tests.packages import needs_libtpu
 from tests.tools.cli.command import run
 
-needs_libtpu = pytest.mark.skipif(
-    tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
-)
 JOB = CompileJob("v5e:1x1", AttentionConfig(), read("1,64,64,1,64"))
 WORDS = ["--target", "v5e:1x1", "--devices", "1", "--shape", "1,64,64,1,64"]
 

@@ -13,15 +13,12 @@ from maxattn.decide import plan
 from maxattn.target import Target
 from maxattn.tools.cli.compile import fits, report
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
-from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.memory import estimate, total
 from maxattn.tools.model_shapes import read
 from tests.golden_text import check_golden
+from tests.packages import needs_libtpu
 from tests.tools.cli.command import run
 
-needs_libtpu = pytest.mark.skipif(
-    tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
-)
 RING = split(
     "attention=ring attention_kernel=flash ici_context_parallelism=4 --target v5p:2x2x1 --shape"
 )

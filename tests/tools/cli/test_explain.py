@@ -112,14 +112,9 @@ def test_each_command_refuses_a_package_that_is_not_known(capsys, command):
     assert (ran.status, ran.out) == (1, "") and "--with: tokamx\n" in ran.err
 
 
-def test_devices_that_are_those_of_the_mesh(capsys):
-    words = split("explain attention=ring --shape sdxl-64 --target cpu --mesh context=4")
-    assert run(capsys, *words, "--devices", "4").out == run(capsys, *words).out
-
-
-def test_every_mesh_that_is_said_counts(capsys):
-    words = ["explain", "attention=ring", "--shape", "sdxl-64", "--target", "cpu", "--mesh"]
-    assert (
-        run(capsys, *words, "fsdp=2", "--mesh", "context=4").out
-        == run(capsys, *words, "fsdp=2,context=4").out
-    )
+@pytest.mark.parametrize("more", ["--devices 8", "--mesh context=4"])
+def test_devices_and_meshes_that_are_said_apart(capsys, more):
+    words = split("explain attention=ring --shape sdxl-64 --target cpu --mesh")
+    together = run(capsys, *words, "fsdp=2,context=4").out
+    said = "fsdp=2" if "mesh" in more else "fsdp=2,context=4"
+    assert run(capsys, *words, said, *split(more)).out == together

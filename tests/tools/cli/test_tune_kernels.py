@@ -22,7 +22,7 @@ from maxattn.tools.model_shapes import changed, read
 from maxattn.tools.tune.kernel_times import PassTimes
 from tests.golden_text import check_golden
 from tests.tools.cli.command import run
-from tests.tools.tune.small import measurements
+from tests.tools.tune.small import measurements, small_call
 
 SMALL = ["attention=auto", "--shape", "1,300,300,2,8", "--dtype", "f32"]
 # Few scores, of which the window leaves one in forty: the rule takes dense, which is far slower.
@@ -49,10 +49,6 @@ def broken() -> Iterator[None]:
     table.add(table.KernelRow("broken", "tests.tools.tune.small:Broken"))
     yield
     table.remove("broken")
-
-
-def small(**changes: object) -> ma.Call:
-    return replace(changed(read("1,300,300,2,8"), None, "f32", None, None), **changes).call()
 
 
 def without_times(text: str, cache: Path) -> str:
@@ -125,7 +121,7 @@ def test_the_forward_alone_leaves_the_backward_to_the_rule(capsys, quick):
     ran = run(capsys, "tune", *SMALL, "--forward")
     (found,) = measurements(quick)
     assert found["backward_ms"] == {} and "ms forward\n" in ran.out and "backward" not in ran.out
-    plan = ma.plan(small())
+    plan = ma.plan(small_call())
     assert plan.kernel.name.split("/")[-1] == "dot_product"
     assert "; backward dot_product by the rules, dense, since" in plan.because
     run(capsys, "tune", *SMALL, "--train")
@@ -169,7 +165,7 @@ def test_a_kernel_that_does_not_compile_is_left_out(capsys, cache, broken):
     why = "backward: CompilerError: no registers for head dim 8"
     assert ran.status == 0 and found["failed"] == {"broken": why}
     assert f"does not run: {why}" in ran.out and "broken" not in found["backward_ms"]
-    plan = ma.plan(small())
+    plan = ma.plan(small_call())
     (reason,) = plan.refused
     check_golden("cli/tune/kernel_failed", str(reason))
     assert plan.kernel.name.split("/")[-1] != "broken"
@@ -179,19 +175,19 @@ def test_a_kernel_that_does_not_compile_is_left_out(capsys, cache, broken):
 def test_a_named_kernel_is_not_displaced(capsys, quick):
     run(capsys, "tune", *SMALL, "--forward")
     config = ma.AttentionConfig(attention="dot_product")
-    assert ma.plan(small(), config).because == "named in the config"
+    assert ma.plan(small_call(), config).because == "named in the config"
     least = ma.AttentionConfig(flash_min_seq_length=4096)
-    assert "flash_min_seq_length" in ma.plan(small(), least).because
+    assert "flash_min_seq_length" in ma.plan(small_call(), least).because
 
 
 def test_settings_of_kernels_are_part_of_a_call(capsys, quick):
     run(capsys, "tune", *SMALL, "--forward")
-    assert "measured here" in ma.plan(small(), ma.AttentionConfig(attention="auto")).because
+    assert "measured here" in ma.plan(small_call(), ma.AttentionConfig(attention="auto")).because
     for other in ({"float32_qk_product": True}, {"query_chunk_size": 64}):
-        assert "measured here" not in ma.plan(small(), ma.AttentionConfig(**other)).because
+        assert "measured here" not in ma.plan(small_call(), ma.AttentionConfig(**other)).because
     run(capsys, "tune", *SMALL, "query_chunk_size=64", "--forward")
     assert [m["settings"] for m in measurements(quick)] == ["", "query_chunk_size 64"]
-    assert "measured here" in ma.plan(small(), ma.AttentionConfig(query_chunk_size=64)).because
+    assert "measured here" in ma.plan(small_call(), ma.AttentionConfig(query_chunk_size=64)).because
 
 
 def test_a_stop_loses_at_most_a_pass(capsys, quick, monkeypatch):
@@ -207,7 +203,7 @@ def test_a_stop_loses_at_most_a_pass(capsys, quick, monkeypatch):
 
     monkeypatch.setattr(tune_kernels, "time_pass", times)
     assert run(capsys, *words).status == 130
-    assert measurements(quick)[0]["forward_ms"] and "measured here" in ma.plan(small()).because
+    assert measurements(quick)[0]["forward_ms"] and "measured here" in ma.plan(small_call()).because
     assert run(capsys, *words).status == 0
     assert timed[2:] == [("backward", 300), ("forward", 301), ("backward", 301)]
     assert all(found["forward_ms"] and found["backward_ms"] for found in measurements(quick))
@@ -224,10 +220,12 @@ def test_several_shapes_stand_in_one_file_beside_sizes(capsys, quick):
     chunks = ["attention=dot_product", "use_memory_efficient_attention=true", *SMALL[1:]]
     run(capsys, "tune", *chunks, "--limit", "1", "--forward")
     assert ["sizes" in m for m in measurements(quick)] == [False, False, True]
-    assert "measured here" in ma.plan(small()).because
+    assert "measured here" in ma.plan(small_call()).because
 
 
 ELSEWHERE = {
+    "sizes_elsewhere": "attention=flash --shape wan-14b-720p --target v6e",
+    "nothing_to_tune": "attention=dot_product --shape sdxl-64 --target v5p",
     "kernels_h200": "--shape 64,256,256,16,72 --target H200 --with fa4-jax=0.1.0",
     "kernels_on_a_masked_ring": "attention=ring --shape 1,4096,4096,8,64 --mask causal"
     " --target H200 --mesh context=4",
@@ -237,6 +235,9 @@ ELSEWHERE = {
     "lengths_of_another_batch": "--shape 2,64,48,2,8 --mask lengths:1,2,3",
     "lengths_of_nothing": "--shape 2,64,48,2,8 --mask lengths:",
     "ids_of_another_length": "--shape 2,64,64,2,8 --mask segment-ids:9,9",
+    "offline_a_gpu": "attention=flash --shape sdxl-64 --offline --target H200",
+    "offline_no_target": "attention=flash --shape sdxl-64 --offline",
+    "offline_no_time": "attention=flash --shape sdxl-64 --offline --target v6e --time-limit 0",
 }
 
 
@@ -266,4 +267,4 @@ def test_masks_of_arrays_are_spelt_for_plans_too(capsys, command, mask):
 def test_another_target_takes_nothing_of_this_machine(capsys, quick):
     run(capsys, "tune", *SMALL, "--forward")
     assert Target.here().kernel_times and not Target.named("cpu").kernel_times
-    assert "measured here" not in ma.plan(small(), target=Target.named("cpu")).because
+    assert "measured here" not in ma.plan(small_call(), target=Target.named("cpu")).because

@@ -16,11 +16,11 @@ import pytest
 
 from maxattn.config import AttentionConfig
 from maxattn.tools.compile.job import CompileJob, run_in_child
-from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.model_shapes import read
 from maxattn.tools.tune.kernel_job import KernelJob
 from maxattn.tools.tune.schedules import ScheduleCompiler
 from tests.block_sizes.compiler import TOPOLOGIES
+from tests.packages import needs_libtpu
 
 FILE = Path(__file__).with_name("cycles.json")
 SHAPE = "1,2048,2048,2,128"
@@ -31,12 +31,7 @@ TILE = {"block_q": 512, "block_kv": 512, "block_kv_compute": 512}
 ROOM = 1.01
 SECONDS = 300
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_libtpu]
 
 
 def costs(kind: str, kernel: str) -> tuple[dict[str, float], str]:

@@ -32,7 +32,6 @@ from maxattn.tools.estimate.program import Dumps
 from maxattn.tools.estimate.step import BodyShares
 from maxattn.tools.model_shapes import read
 from tests.golden_text import check_golden, check_refused
-from tests.tools.cli.command import run
 from tests.tools.estimate.dumps import (
     BACKWARD,
     FOLDER,
@@ -295,6 +294,11 @@ OF_SMALL: dict[str, Callable[[str], str]] = {
         "0xd LB: > { sbr.rel (!%p8) target = $region50 } /* Start region 50 */\n0xe : {}",
     ),
 }
+OF_SLOTS: dict[str, Callable[[str], str]] = {
+    "another_heading": lambda text: text.replace("CAPACTIY", "CAPACITY"),
+    "another_row": lambda text: text.replace("0 1 0 0\n", "0 1 0\n", 1),
+    "a_row_too_few": lambda text: text.replace("0 1 0 0\n", "", 1),
+}
 
 
 def refused(bundles: str, slots: str, name: str = "small_fwd", kind: str = "TPU v6e") -> str:
@@ -303,46 +307,24 @@ def refused(bundles: str, slots: str, name: str = "small_fwd", kind: str = "TPU 
     return str(error.value)
 
 
-@pytest.mark.parametrize("kind", OF_BUNDLES)
-def test_bundles_of_another_form(kind):
-    bundles, slots = texts("v5p", FORWARD)
-    changed = OF_BUNDLES[kind](bundles)
-    assert changed != bundles
-    check_golden(f"cli/estimate/{kind}", refused(changed, slots, FORWARD, "TPU v5p"))
-
-
-@pytest.mark.parametrize("kind", OF_SMALL)
-def test_loops_of_another_form(kind):
-    bundles, slots = small()
-    changed = OF_SMALL[kind](bundles)
-    assert changed != bundles
+@pytest.mark.parametrize("kind", [*OF_BUNDLES, *OF_SMALL, *OF_SLOTS])
+def test_dumps_of_another_form(kind):
+    bundles, slots = before = texts("v5p", FORWARD) if kind in OF_BUNDLES else small()
+    bundles = (OF_BUNDLES | OF_SMALL).get(kind, str)(bundles)
+    slots = OF_SLOTS.get(kind, str)(slots)
+    assert (bundles, slots) != before
     slots += "0 0 0 0\n" * (kind == "two_loops")
-    check_golden(f"cli/estimate/{kind}", refused(changed, slots))
+    of = (FORWARD, "TPU v5p") if kind in OF_BUNDLES else ()
+    check_golden(f"cli/estimate/{kind}", refused(bundles, slots, *of))
 
 
 def test_three_bodies():
     check_golden("cli/estimate/three_bodies", refused(*three_bodies()))
 
 
-SLOTS: dict[str, Callable[[str], str]] = {
-    "another_heading": lambda text: text.replace("CAPACTIY", "CAPACITY"),
-    "another_row": lambda text: text.replace("0 1 0 0\n", "0 1 0\n", 1),
-    "a_row_too_few": lambda text: text.replace("0 1 0 0\n", "", 1),
-}
-
-
-@pytest.mark.parametrize("kind", SLOTS)
-def test_a_table_of_another_form(kind):
-    bundles, slots = small()
-    changed = SLOTS[kind](slots)
-    assert changed != slots
-    check_golden(f"cli/estimate/{kind}", refused(bundles, changed))
-
-
 def test_a_kernel_without_a_file(tmp_path):
-    with pytest.raises(Unsupported) as error:
-        Dumps.of(tmp_path, "0.0.99").texts(("my_kernel.1", "my_kernel.2"))
-    check_golden("cli/estimate/no_file", str(error.value))
+    dumps, names = Dumps.of(tmp_path, "0.0.99"), ("my_kernel.1", "my_kernel.2")
+    check_refused("cli/estimate/no_file", Unsupported, lambda: dumps.texts(names))
 
 
 def test_a_twin_has_the_file():
@@ -359,8 +341,3 @@ def test_a_device_without_public_figures():
     unknown = device_of("TPU v9", "tpu")
     assert unknown == Device("TPU v9", unknown.family)
     check_refused("cli/estimate/no_figures", Unsupported, lambda: core_of(unknown))
-
-
-def test_what_is_no_tpu(capsys):
-    words = ["attention=auto", "--target", "H200", "--shape", "1,512,512,2,128", "--estimate"]
-    check_golden("cli/estimate/no_tpu", run(capsys, "compile", *words).text)

@@ -23,19 +23,16 @@ from maxattn.rope import rope_1d
 from maxattn.target import Target
 from maxattn.tools.cli.compile import estimate_lines, report
 from maxattn.tools.compile.job import CompileJob, Outcome, run_in_child
-from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.compile.programs import PARTS, TEXT, TransformerBlock, run_block
 from maxattn.tools.estimate.program import attention_passes, block_estimate, estimate_of
 from maxattn.tools.model_shapes import read
 from tests.block_sizes.small_costs import CLOCK, HEAD_DIM, KIND, costs, own_costs, shipping
 from tests.golden_text import check_golden
+from tests.packages import needs_libtpu
 from tests.tools.cli.command import run
 from tests.tools.estimate.dumps import BACKWARD, FOLDER, FORWARD, dump
 from tests.tools.estimate.test_kernel import ALL, V6E, causal_plan, tiles_of
 
-needs_libtpu = pytest.mark.skipif(
-    tpu_python() is None, reason='libtpu is not installed (pip install "maxattn[tpu]")'
-)
 CONFIG = AttentionConfig(attention="flash")
 WORDS = "estimated by libtpu 0.0.50.1's schedule, not run"
 MEMORY = {"argument": 2**20, "temp": 0, "output": 2**20, "alias": 0, "generated_code": 0}

@@ -24,12 +24,12 @@ def measurements(path: Path) -> list[dict]:
     return json.loads(path.read_text())["measurements"]
 
 
-def call() -> ma.Call:
-    return changed(read("1,300,300,2,8"), None, "f32", None, None).call()
+def small_call(text: str = "1,300,300,2,8") -> ma.Call:
+    return changed(read(text), None, "f32", None, None).call()
 
 
 def plan_here() -> ma.Plan:
-    return ma.plan(call(), CONFIG)
+    return ma.plan(small_call(), CONFIG)
 
 
 class CompilerError(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +49,6 @@ def test_winners():
     assert tuned.winners(found[3:], "TPU v5p", (("jax", "1"),), "x") == ()
     packages = (("jax", "1"), ("tokamax", "2"))
     assert tuned.versions_of("tokamax_flash", packages) == "jax 1, tokamax 2"
-
-
-def test_without_a_home_there_is_no_cache(monkeypatch):
-    monkeypatch.delenv(tuned.VARIABLE)
-    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert tuned.table_of("cpu", ()) == ()
 
 
 def test_several_processes_take_none(monkeypatch):

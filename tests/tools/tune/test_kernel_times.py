@@ -17,20 +17,17 @@ from maxattn.masks import KeyPadding
 from maxattn.measuring.passes import backward, forward
 from maxattn.measuring.timing import TimedFunction, compile_all
 from maxattn.target import Target
-from maxattn.tools.model_shapes import changed, read
+from maxattn.tools.model_shapes import read
 from maxattn.tools.tune import kernel_times
 from maxattn.tools.tune.candidates import kernel_candidates
 from maxattn.tools.tune.kernel_times import time_pass, time_programs, time_sizes
+from tests.tools.tune.small import small_call
 
-CONFIG = ma.AttentionConfig()
-
-
-def small(text: str = "2,96,64,4,8,2") -> ma.Call:
-    return changed(read(text), None, "f32", None, None).call()
+CONFIG, GROUPED = ma.AttentionConfig(), "2,96,64,4,8,2"
 
 
 def test_the_passes_compute_what_attention_does():
-    call, mask = small(), KeyPadding(np.array([5, 64])).bind(96, 64, 2)
+    call, mask = small_call(GROUPED), KeyPadding(np.array([5, 64])).bind(96, 64, 2)
     kernel = KERNELS["memory_efficient"].build(
         call.derived(mask=mask.form()), CONFIG, Target.here()
     )
@@ -45,7 +42,7 @@ def test_the_passes_compute_what_attention_does():
 
 def test_arrays_of_masks_are_arguments_of_what_is_compiled():
     """As constants, lengths would be prepared at compile time, and that time would not count."""
-    call, mask = small(), KeyPadding(np.array([5, 64])).bind(96, 64, 2)
+    call, mask = small_call(GROUPED), KeyPadding(np.array([5, 64])).bind(96, 64, 2)
     kernel = KERNELS["memory_efficient"].build(call, CONFIG, Target.here())
     (inputs,) = kernel_times.random_sets(call, mask)
     jaxpr = jax.make_jaxpr(partial(forward, kernel))(*inputs)
@@ -59,7 +56,7 @@ def test_times_of_several_kernels(sets, what, monkeypatch):
     monkeypatch.setattr(kernel_times, "SECONDS", 0.01)
     monkeypatch.setattr(kernel_times, "inputs_of", lambda call: sets)
     monkeypatch.setattr("maxattn.measuring.timing.ENTRIES", 1 << 16)
-    call = small()
+    call = small_call(GROUPED)
     built = kernel_candidates(call, CONFIG, Target.here()).built
     times = time_pass(built, what, call, call.mask, "memory_efficient")
     assert times.ms.keys() == {"dot_product", "memory_efficient"} == built.keys()
@@ -68,7 +65,7 @@ def test_times_of_several_kernels(sets, what, monkeypatch):
 
 
 def test_a_kernel_that_does_not_compile_says_why(monkeypatch):
-    call = small()
+    call = small_call(GROUPED)
     broken = lambda kernel, *_: 1 / 0 if kernel == "broken" else jnp.ones(3)  # noqa: E731
     monkeypatch.setattr(kernel_times, "forward", broken)
     found = time_pass({"a": "fine", "b": "broken"}, "forward", call, call.mask)
@@ -95,7 +92,7 @@ def test_a_lost_device_says_nothing_of_other_kernels(monkeypatch):
 @pytest.mark.parametrize("training", [True, False])
 def test_sizes_are_timed_in_interpret_mode_too(training, monkeypatch):
     monkeypatch.setattr(kernel_times, "SECONDS", 0.01)
-    call = small("1,128,128,1,64")
+    call = small_call("1,128,128,1,64")
     kernel = KERNELS["flash"].build(
         call, ma.AttentionConfig(attention="flash"), Target.named("cpu")
     )
@@ -122,16 +119,10 @@ SOUND = {
     "backward_ms": {},
     "failed": {"cudnn": "forward: no"},
 }
+NO_TIMES = 0, -1.0, True, "1", float("nan")
 WRONG = [
-    {"forward_ms": None},
-    {"forward_ms": []},
-    {"forward_ms": {"a": 1.0}},
-    {"forward_ms": {"a": []}},
-    {"forward_ms": {"a": [0]}},
-    {"forward_ms": {"a": [-1.0]}},
-    {"forward_ms": {"a": [True]}},
-    {"forward_ms": {"a": ["1"]}},
-    {"forward_ms": {"a": [float("nan")]}},
+    *({"forward_ms": wrong} for wrong in (None, [])),
+    *({"forward_ms": {"a": wrong}} for wrong in (1.0, [], *([x] for x in NO_TIMES))),
     {"forward_ms": {"": [1.0]}},
     {"forward_ms": {str(i): [1.0] for i in range(100)}},
     {"backward_ms": {"a": [1.0] * 2000}},

@@ -23,7 +23,6 @@ from maxattn.errors import InputError, Unsupported
 from maxattn.masks import EMPTY, FULL, MIXED, LocalWindow
 from maxattn.target import Target
 from maxattn.tools.cli.tune import SizeTuning, ranked_sizes, ranking_lines
-from maxattn.tools.compile.process import tpu_python
 from maxattn.tools.estimate.kernel import KernelTiles, step_cost_of
 from maxattn.tools.tune import schedules, store
 from maxattn.tools.tune.candidates import tile_choices, without_likes
@@ -32,6 +31,7 @@ from maxattn.tools.tune.schedules import OfflineSearch, ScheduleLog, read_lines
 from maxattn.tools.tune.ship import changed, table_of_log
 from tests.block_sizes.small_costs import costs
 from tests.golden_text import check_golden
+from tests.packages import needs_libtpu
 from tests.tools.cli.command import run
 from tests.tools.estimate.dumps import FORWARD, dump
 from tests.tools.test_compile import stands_in
@@ -283,23 +283,11 @@ def test_sizes_that_need_more_memory_than_there_is_are_left_out():
 
 
 WORDS = ["attention=flash", "--shape", "1,4096,4096,8,128", "--offline"]
-REFUSED = {
-    "a_gpu": ["--target", "H200"],
-    "no_target": [],
-    "no_time": ["--target", "v6e", "--time-limit", "0"],
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(capsys, cache, name):
-    check_golden(f"cli/tune/offline_{name}", run(capsys, "tune", *WORDS, *REFUSED[name]).text)
-
-
 # ---- the compiler's process ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(tpu_python() is None, reason="libtpu is not installed")
+@needs_libtpu
 def test_a_real_ranking(capsys, cache):
     words = [*WORDS, "--target", "v6e", "--forward", "--limit", "1"]
     first, again = (run(capsys, "tune", *words) for _ in range(2))
