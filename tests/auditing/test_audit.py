@@ -32,6 +32,11 @@ def of_stack(runs: str = "nnx.scan") -> ma.Audit:
     return quick(Stack(runs), states(), angles())
 
 
+@cache
+def of_bad_value(bad: float) -> ma.Audit:
+    return quick(with_bad_value(bad), states(), angles())
+
+
 def same(found: ma.Audit, other: ma.Audit) -> None:
     for a, b in zip(found.layers, other.layers, strict=True):
         for name in set(b.measures) - {"k_channel"}:
@@ -86,7 +91,7 @@ def test_what_is_said_of_each_fault():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_values_that_are_not_finite_are_named(bad):
-    first = quick(with_bad_value(bad), states(), angles()).findings[0]
+    first = of_bad_value(bad).findings[0]
     assert (first.kind, first.layer, first.heads) == ("non-finite", "blocks.attn[2]", (1,))
     assert f"{2 * models.TOKENS} in v" in first.why
 
@@ -220,7 +225,7 @@ def test_a_wrong_kernel_is_named():
 
 
 def test_as_json_and_as_a_picture(tmp_path, monkeypatch):
-    found = quick(with_bad_value(np.inf), states(), angles())
+    found = of_bad_value(np.inf)
     values = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert values["layers"][0]["measures"]["score"] == list(found.layers[0].measures["score"])
     assert values["findings"][0]["kind"] == "non-finite"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -60,14 +59,15 @@ def test_workers_time_both_passes_of_every_kernel(tmp_path: Path) -> None:
     assert min(row["forward"].values()) > 0 and not row["refused"] and not worker.programs
 
 
-def test_the_command_reports_files(tmp_path: Path) -> None:
+def test_the_command_reports_files(tmp_path: Path, capsys, monkeypatch) -> None:
     first, again = tmp_path / "first.json", tmp_path / "again.json"
     machine = {"device": "NVIDIA H200"}
     times = {"forward": {"flash": 2.0, "cudnn": 1.0}, "backward": {"flash": 3.0, "cudnn": 4.0}}
     first.write_text(grid.as_file(machine, [{"call": SMALL, **times}] * 2))
     again.write_text(grid.as_file(machine, [{"call": SMALL, "forward": {"flash": 0.5}}]))
-    script = [sys.executable, "-W", "ignore", grid.__file__, "--against", str(first), str(again)]
-    said = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    monkeypatch.setattr(sys, "argv", ["grid.py", "--against", str(first), str(again)])
+    grid.main()
+    said = capsys.readouterr().out
     assert "flash is the fastest in 2 of 2 passes" in said
     assert "auto: all time over that of the fastest 1.0000" in said
 

@@ -48,10 +48,11 @@ def test_two_checkouts_are_timed_in_turns(tmp_path):
         assert all(len(row["rounds"][what]) >= 2 for what in (FORWARD, BOTH))
 
 
-def test_a_name_that_is_not_known_is_refused():
-    words = [sys.executable, str(SCRIPT), "--old", str(ROOT), "--only", "sdxl-65"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2 and "no call is named sdxl-65" in done.stderr
+def test_a_name_that_is_not_known_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [SCRIPT.name, "--old", str(ROOT), "--only", "sdxl-65"])
+    with pytest.raises(SystemExit, match="2"):
+        model_calls.main()
+    assert "no call is named sdxl-65" in capsys.readouterr().err
 
 
 def row(call, forward, both=1.0, error=0.0):
