@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     task = make(["sampling.fast=null"])
     check_writable("--curve", found.curve)
     if task.layers == 1:
-        rule = "a curve is of layers that add to what they take, as a transformer's do"
+        rule = "a curve needs residual layers, such as a transformer's"
         remedy = "set sampling.fast.cache.interval, which needs no curve"
         raise ConfigErrors([ConfigError("--model", paths.model, rule, remedy)])
     check(task, paths, writes=False)

@@ -67,7 +67,7 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
         yield ConfigError("--image", found.image or "(none)", rule, f"this is a {kind}")
     for option in ("image", "prompts"):
         if (path := getattr(found, option)) is not None and not path.is_file():
-            rule = "it names a file, and there is none"
+            rule = "the file does not exist"
             yield ConfigError(f"--{option}", path, rule, "name one")
     # Wan 2.2 has no image encoder.
     parts = tuple(x for x in families.ENCODERS[kind] if index.get(x) != [None, None])

@@ -84,7 +84,7 @@ def _problems(args: Any) -> Iterator[ConfigError]:
     for option, file in [*(("--from", file) for file in args.files or ()), ("--empty", args.empty)]:
         if file is not None and not Path(file).is_file():
             pattern = set("*?[") & set(file)
-            rule = "no file matches it" if pattern else "it names a file, and there is none"
+            rule = "no file matches it" if pattern else "the file does not exist"
             yield ConfigError(option, file, rule, HOLDS[option])
 
 

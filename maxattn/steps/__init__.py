@@ -1,7 +1,7 @@
 """Which steps of sampling compute, reuse and are guided, with which attention; for any model.
 
-A model runs its layers by `ma.blocks`. `resolve` turns settings into `Steps`; a loop of your own
-calls `forward` (or `guided`) with each of them.
+A model runs its layers by `ma.blocks`. `resolve` turns settings into `Steps`; your own loop calls
+`forward` (or `guided`) with each of them.
 """
 
 from maxattn.steps.layers import (

@@ -1,4 +1,4 @@
-"""`blocks`: the one place where a model runs its layers, and what can stand around it.
+"""`blocks` runs a model's layers, in the one place at which steps can reuse or skip them.
 
 Layers are a list (each compiled, each with weights of its own), modules that `nnx.vmap` stacked
 along the first axis (scanned: compiled once), or a model's own `Layers`.
@@ -25,13 +25,14 @@ OneLayer = Callable[[Any, Any, Any, Any], Any]  # of a layer, x, the layer's own
 
 
 class Layers(NamedTuple):
-    """The layers of one call of `blocks`, as a hook sees them.
+    """The layers of one call of `blocks`, as a hook gets them.
 
     Args:
         count: number of layers.
-        run: runs a range of them: (x, range) -> what the last of these layers returns.
-        add: whether layers add to x, so that the sum of what they add can be used again. If False,
-            what they return is used again.
+        run: runs a range of them: (x, range) -> the result of the last of these layers.
+        add: whether layers add to x, so that the sum of their updates can be reused. If False,
+            their
+            result is reused.
         beside: arrays that every layer takes beside x, such as the embedding of the time.
     """
 
@@ -53,7 +54,7 @@ _HOOK: ContextVar[Hook | None] = ContextVar("maxattn.steps.hook", default=None)
 
 @contextmanager
 def around(hook: Hook | None) -> Iterator[None]:
-    """Put a hook around every call of `blocks` that is traced inside; None removes it."""
+    """Call a hook in every call of `blocks` that is traced inside; None removes it."""
     token = _HOOK.set(hook)
     try:
         yield
@@ -131,19 +132,19 @@ def run_layers(
 ) -> Any:
     """Run layers in their order, with the number of each.
 
-    Stacked layers may be closed over by what jax traces, such as `jax.jit` or the `lax.scan` of a
-    sampler, which nnx's own scan refuses.
+    Stacked layers may be closed over by functions that jax traces, such as `jax.jit` or the
+    `lax.scan` of a sampler, which nnx's own scan refuses.
 
     Args:
-        run: of a layer, what the layer before it returned, its own part of `each` and its number,
+        run: a function of the layer, x from the layer before it, its part of `each` and its number,
             which is traced in a scan.
         layers: a list or a stack.
-        x: what the first layer takes.
+        x: input of the first layer.
         each: a sequence or a tree of arrays with a leading axis of layers; default None for all.
         span: numbers of the layers that run; default all.
 
     Returns:
-        What the last layer returns.
+        The result of the last layer.
     """
     count, hooked = count_layers(layers), _HOOK.get() is not None
     span = range(count) if span is None else span
@@ -177,7 +178,7 @@ def run_layers(
 
 
 def _copied(layer: Any) -> Any:
-    """Put a module together anew: it may run in a branch of `lax.cond`, which is another trace."""
+    """Rebuild a module for use in a branch of `lax.cond`, which is another trace."""
     if not isinstance(layer, nnx.Module):
         return layer
     graph, state = nnx.split(layer)

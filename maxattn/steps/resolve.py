@@ -1,4 +1,4 @@
-"""`resolve`: from settings and the facts of a run to `Steps`, before anything runs."""
+"""`resolve`: make `Steps` from settings and the facts of a run, before it starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def resolve(
     alike = not isinstance(settings, tuple | list)
     each: list[Any] = [settings] * len(counts) if alike else [*settings]
     if len(each) != len(counts):
-        rule = f"it has settings for each of {len(counts)} models, and has {len(each)}"
+        rule = f"the run has {len(counts)} models"
         remedy = "give one for each, or one for all"
         raise ConfigError(setting, f"{len(each)} settings", rule, remedy)
     places = [setting] + [setting if alike else f"{setting}_{m + 1}" for m in range(1, len(each))]
@@ -80,20 +80,20 @@ def resolve(
             if _effect(made(others)) == _effect(steps_of_run):
                 facts = " and ".join(f"{n} steps {'with' if g else 'without'} guidance"
                                      for n, g in zip(counts, guides, strict=True))  # fmt: skip
-                rule = f"no step of the run would be another without it: it has {facts}"
+                rule = f"it changes no step of the run, which has {facts}"
                 raise ConfigError(f"{place}.{path}", value, rule, "leave it out, or change others")
     return steps_of_run
 
 
 def _effect(steps: Steps) -> tuple[Step, ...]:
-    """Return the steps without the count of what they keep, which alone changes no sample."""
+    """Return the steps without the number of saved sums, which changes no sample."""
     return tuple(s if s.blocks else replace(s, keeps=min(s.keeps, 1)) for s in steps)
 
 
 def _without_one(own: StepSettings, guided: bool) -> Iterator[tuple[str, object, StepSettings]]:
     """Yield each key that is set, its value, and the settings without it.
 
-    Not keys that are off, and of guided runs no shares of steps, which may round to none.
+    Skip keys that are off, and shares of guided steps, which may round to none.
     """
     for name, part in (("cache", own.cache), ("guidance", own.guidance)):
         if part is None:
@@ -138,7 +138,7 @@ def _steps_of(own: StepSettings, letters: str, kinds: Sequence[Step]) -> Iterato
 
 
 def _line(i: int, computed: Sequence[int]) -> tuple[float, ...]:
-    """Weigh the sums of the last computed steps, so that a line through them is at step i."""
+    """Return weights that extrapolate the sums of the last computed steps to step i."""
     if len(computed) == 1:
         return (1.0,)
     share = (i - computed[0]) / (computed[0] - computed[1])
@@ -174,7 +174,7 @@ def _kinds(own: StepSettings, every: Sequence[bool], layers: int, place: str) ->
 
 
 def _attention(own: StepSettings, n: int, place: str) -> list[tuple[range, dict[str, Any]]]:
-    """Return the steps of each setting of attention, of n, and what replaces others in them."""
+    """Return the step numbers of each attention setting, and the overrides in them."""
     found = []
     for number, each in enumerate(own.attention):
         if each.steps[1] > n:

@@ -1,7 +1,7 @@
-"""A model's call under a step: layers are computed, or what they added in earlier steps is added.
+"""Call a model in one step: layers are computed, or their sums of earlier steps are added.
 
-What is kept between steps is a dict from the names of predictions to `Added`; it starts empty.
-Decisions are of means over all devices of a mesh, so every device takes the same branch.
+The state between steps is a dict from the names of predictions to `Added`; it starts empty.
+Decisions use means over all devices of a mesh, so every device takes the same branch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Sum = Any  # what layers added: arrays of the shapes of x
 
 
 class Decision(NamedTuple):
-    """What a step that decides compares with.
+    """The values that a deciding step compares with.
 
     Args:
-        first: what the first layers added in the last computed step.
-        numbers: of the last computed steps, as many as sums are kept; -1 is none.
-        row: steps since the last computed one.
+        first: the sum of the first layers in the last computed step.
+        numbers: of the last computed steps, as many as there are saved sums; -1 is none.
+        row: number of steps since the last computed one.
     """
 
     first: Array
@@ -37,12 +37,12 @@ class Decision(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What a prediction leaves for later steps.
+    """The sums that a prediction saves for later steps.
 
     Args:
-        sums: of each call of `blocks`, what its layers added in the last computed steps, the newest
+        sums: for each call of `blocks`, the sums of its layers in the last computed steps, newest
             first.
-        decision: of a run in which steps decide.
+        decision: None unless steps decide.
         computed: whether this step computed, if it decided.
     """
 
@@ -96,7 +96,7 @@ def forward(
         with around(hook):
             out = model(*args, **named)
     if not hook.sites:
-        rule = "a step stands around the layers of a model, and this one ran none by ma.blocks,"
+        rule = "a step needs the layers of a model, and this one ran none by ma.blocks,"
         rule += " or inside a jit of its own"
         raise InputError("model", getattr(model, "__name__", type(model).__name__), rule, REMEDY)
     if step.model_layers not in (0, hook.layers):
@@ -143,7 +143,7 @@ def predictions(
     batched: bool = False,
     rows: Any = None,
 ) -> tuple[Predictions, Kept]:
-    """Return the predictions of a step, apart, and what is kept; arguments of `guided`."""
+    """Return the separate predictions of a step, and `kept`; arguments as for `guided`."""
     if step.guidance == "zero":
         shape = jax.eval_shape(partial(predict, WITH))
         return Predictions(jnp.zeros(shape.shape, jnp.float32)), {}
@@ -195,7 +195,7 @@ class Predictions(NamedTuple):
 
 
 class _Hook:
-    """Stands around each call of `blocks` in one call of a model."""
+    """Replaces each call of `blocks` in one call of a model."""
 
     def __init__(self, step: Step, name: str, before: Added | None, rows: Any) -> None:
         self.step, self.name, self.before, self.rows = step, name, before, rows
@@ -236,7 +236,7 @@ class _Hook:
     def _span(self, count: int, site: int, offset: int) -> tuple[int, int]:
         """Return the first layer of a call of `blocks` that is reused, and the one after the last.
 
-        Where steps decide, the first layers of the first call do, and run in every step.
+        If steps decide, the first layers of the first call decide, and run in every step.
         """
         if not self.step.blocks:
             first, last = self.step.span or (0, offset + count)
@@ -257,7 +257,7 @@ class _Hook:
         return x
 
     def _total(self, sums: tuple[Sum, ...]) -> Sum:
-        """Return the sum that a step adds: the last one, or a point of the line through two."""
+        """Return the sum to add: the last one, or an extrapolation of two."""
         if not sums:
             rule = "the step reuses what layers added in an earlier step, and nothing was kept"
             raise InputError("kept", self.name, rule, "pass on what the step before returned")
@@ -272,7 +272,7 @@ class _Hook:
         return jax.tree.map(line, *sums[:2])
 
     def _line(self) -> tuple[Any, ...]:
-        """Weigh the last two sums so that a line through them is at the step; one counts 1."""
+        """Return weights that extrapolate the last two sums to this step, or 1 for a single sum."""
         assert self.before is not None and self.before.decision is not None, "a step began"
         numbers = self.before.decision.numbers.astype(jnp.float32)
         if len(numbers) == 1:
@@ -282,7 +282,7 @@ class _Hook:
         return 1 + share, -share
 
     def _decide(self, first: Array) -> None:
-        """Decide by what the first layers add whether the step computes, and keep that."""
+        """Decide from the first layers' sum whether the step computes, and save the decision."""
         step, before = self.step, self.before and self.before.decision
         older = jnp.full(step.keeps - 1, -1, jnp.int32) if before is None else before.numbers[:-1]
         numbers = jnp.concatenate([jnp.int32(step.number)[None], older])
@@ -299,14 +299,14 @@ class _Hook:
 
 
 def _mean(rows: Any, calls: int, x: Array) -> Float[Array, ""]:
-    """Return the mean size of the numbers in the rows of the samples that count."""
+    """Return the mean absolute value over the batch rows of wanted samples."""
     each = jnp.mean(jnp.abs(x.astype(jnp.float32)), axis=tuple(range(1, x.ndim)))
     where = None if rows is None else jnp.arange(len(each)) % (len(each) // calls) < rows
     return jnp.mean(each, where=where)
 
 
 def _kept_of(kept: Kept, name: str) -> Added | None:
-    """Return what a prediction left; the last rows of "both" are those with the text."""
+    """Return the sums of a prediction; the last batch rows of "both" are those with the text."""
     if name in kept or BOTH not in kept:
         return kept.get(name)
     both, row = kept[BOTH], int(name != WITHOUT)

@@ -21,7 +21,7 @@ def letters_of(
 ) -> str:
     """Return the letters of the steps of one model of a pipeline.
 
-    Each model has a schedule of its own: what the layers of one added, those of another would not.
+    Each model has its own schedule, since sums of one model's layers do not fit another's.
 
     Args:
         cache: the settings, named `place` in errors; None computes every step.
@@ -64,7 +64,7 @@ def letters_of(
 
 
 def _between(first: int, last: int, letters: str, n: int) -> str:
-    """Return n letters: so many that compute at the start and at the end, others between them."""
+    """Return n letters: X for some steps at the start and at the end, others between them."""
     return ((COMPUTE * first + letters)[: max(0, n - last)] + COMPUTE * last)[:n]
 
 
@@ -84,9 +84,9 @@ def _curve(how: MagCacheSettings, steps: int, setting: str) -> Float[np.ndarray,
 def _magcache(ratios: Float[np.ndarray, "n 2"], how: MagCacheSettings) -> str:
     """Return MagCache's schedule of a model.
 
-    The ratios since the last computed step multiply to how much smaller the sum that the layers
-    add has become. Its distance from 1 is the error of a step that reuses, and errors add up. A
-    step with two predictions reuses if both may.
+    The ratios since the last computed step multiply to the relative size of the layers' sum. Its
+    distance from 1 is the error of a step that reuses, and errors add up. A step with two
+    predictions reuses only if both may.
     """
     letters = COMPUTE * max(1, int(how.retained * len(ratios) + 0.5))
     product, error, row = np.ones(2), np.zeros(2), 0

@@ -61,7 +61,7 @@ class MagCacheSettings(Section):
 
 
 class FirstBlockSettings(Section):
-    """Each step runs its first layers, and reuses the rest if these added about the same again."""
+    """Each step runs its first layers, and reuses the rest if their sum changed little."""
 
     threshold: NotNegative = 0.05
     """Of the mean change of what the first layers add, over its mean; 0 computes all steps."""
@@ -79,7 +79,7 @@ KINDS = ("schedule", "interval", "shape", "magcache", "first_block")
 
 
 class CacheSettings(Section):
-    """Which steps reuse what the layers added in an earlier step (approximate)."""
+    """Which steps reuse the layers' sums of an earlier step (approximate)."""
 
     schedule: str | None = None
     """A letter for each step: X computes, . reuses, ? decides in the run, by first_block."""
@@ -123,7 +123,7 @@ class CacheSettings(Section):
 
 
 class SkipSettings(Section):
-    """Layers that one prediction skips, so that the guided one is led away from it."""
+    """Layers that one prediction skips, to guide samples away from that prediction."""
 
     layers: Annotated[tuple[Whole, ...], Len(1)]
     """Their numbers; of Flux the double blocks come first."""
@@ -175,7 +175,7 @@ class AttentionSettings(Section):
 
 
 class StepSettings(Section):
-    """Fewer forwards in sampling; everything here is approximate."""
+    """Settings that reduce the forwards of sampling; each is an approximation."""
 
     cache: CacheSettings | None = None
     """Which steps reuse the work of earlier ones."""

@@ -1,4 +1,4 @@
-"""`Steps`: what each step of a run computes, as one value that is made before the run."""
+"""`Steps`: what each step of a run computes, as one value, known before the run."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class Step:
 
     @property
     def letter(self) -> str:
-        """Its letter in a schedule; a step that decides has that of its settings."""
+        """The step's letter in a schedule; a step that decides has the letter of its settings."""
         if self.layers == "decide":
             return COMPUTE if self.threshold < 0 else REUSE if self.threshold > 1e30 else DECIDE
         return REUSE if self.layers == "reuse" else COMPUTE
 
     def forwards(self, layers: int, reused: Container[str] | None = None) -> float:
-        """Count the forwards of a model with so many layers that the step computes.
+        """Count the forwards that the step computes; skipped layers count in part.
 
         Args:
             layers: number of layers of the model.
@@ -136,12 +136,12 @@ class Steps(Sequence[Step]):
 
     @property
     def forwards(self) -> float:
-        """Forwards of the model that are computed, at most where steps decide."""
+        """The number of forwards that are computed, or a maximum if steps decide."""
         return sum(step.forwards(self.layers) for step in self.steps)
 
     @property
     def whole(self) -> int:
-        """Forwards of the same run without settings."""
+        """The number of forwards of the same run without settings."""
         return len(self) + sum(self.guided)
 
     def memory(
@@ -171,7 +171,7 @@ class Steps(Sequence[Step]):
         return most
 
     def table(self, forward_seconds: float | None = None, kept_bytes: int = 0) -> str:
-        """Return the steps as a table, with what is computed of the whole; "" if all of it is.
+        """Return the steps as a table, with the share of forwards computed; "" if that is all.
 
         Args:
             forward_seconds: of one forward, measured or estimated; default not printed.
@@ -184,7 +184,7 @@ class Steps(Sequence[Step]):
 
 
 def step_needs(step: Step, kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what is kept without sums that neither the step nor a later one reads.
+    """Return `kept` without sums that neither this step nor a later one reads.
 
     Drop the rest before a step that computes: the new sum can take its memory.
     """

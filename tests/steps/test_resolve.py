@@ -87,7 +87,7 @@ REFUSED = {
     "name": ({"attention": [{"steps": [0, 2], "overrides": ["attention=flsh"]}]}, "flsh"),
     "end": ({"attention": [{"steps": [0, 9], "overrides": ["attention=flash"]}]}, "0 to 5"),
     # What no step has.
-    "order": ({"cache": {"order": 1}}, "no step of the run would be another without it"),
+    "order": ({"cache": {"order": 1}}, "it changes no step of the run"),
     "line": ({"cache": {"schedule": "X.....", "order": 1}}, "steps.cache.order: 1"),
     "interval": ({"cache": {"interval": 1}}, "steps.cache.interval: 1"),
     "ends": ({"cache": {"shape": {"first": 0.5, "last": 0.6}}}, "steps.cache.shape"),

@@ -80,7 +80,7 @@ def test_which_part_was_taken_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_patterns_of_metadata_name_layers_as_the_file_does(tmp_path) -> None:
-    """As diffusion-pipe saves Wan: peft's settings with the original code's names."""
+    """The file is like diffusion-pipe's for Wan: peft's settings, the original code's names."""
     folder, model, other = tmp_path / "lora", model_of(0), model_of(0)
     folder.mkdir()
     layers = {layer: WAN[layer] for layer in WAN}

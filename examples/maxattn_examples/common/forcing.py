@@ -178,21 +178,21 @@ def _check_tokens(stream: Any, grid: tuple[int, int, int]) -> None:
 
 def _check_times(t: Any, frames: int, beside: str) -> None:
     if t.ndim != 2 or t.shape[1] != frames:
-        rule = f"beside {beside}= each of the {frames} frames has a time, as clean ones have 0"
+        rule = f"with {beside}= each of the {frames} frames needs a time, 0 if it is clean"
         remedy = f"pass [B, {frames}]: jnp.broadcast_to(t[:, None], (B, {frames}))"
         raise InputError("t", f"shape {tuple(t.shape)}", rule, remedy)
 
 
 def _check_cache(cache: ma.KVCache, forcing: Forcing | None, frames: int) -> None:
     if forcing is not None and cache.mode == "stream":
-        rule = "a block sees all that the cache keeps, so it takes no mask of a stream"
+        rule = "a block attends to the whole cache, so it needs no mask"
         remedy = "leave forcing out; cache.cached() and cache.extract() take a mask"
         raise InputError("forcing", "given beside a cache that streams", rule, remedy)
     if forcing is not None and forcing.clean is not None:
-        rule = "the cache keeps the clean clip, or is being given it as latents"
+        rule = "the clean clip is in the cache, or is the latents of this call"
         raise InputError("forcing.clean", "given beside a cache", rule, "leave clean out")
     if cache.mode == "stream" and frames != cache.own:
-        rule = f"blocks follow one another whole: the one to be made has {cache.own} frames"
+        rule = f"the next block has {cache.own} frames"
         remedy = "pass one block; cache.prefix(frames) takes several at first"
         raise InputError("latents", f"{frames} frames", rule, remedy)
 
@@ -200,10 +200,10 @@ def _check_cache(cache: ma.KVCache, forcing: Forcing | None, frames: int) -> Non
 def _check_clean(forcing: Forcing, latents: Any, frames: int) -> None:
     clean, times = forcing.clean, forcing.t_clean
     if clean is None and times is not None:
-        rule = "it is the time of a clean clip, and there is none"
+        rule = "it is the time of forcing.clean, which is not given"
         raise InputError("forcing.t_clean", "given", rule, "give forcing.clean, or leave it out")
     if clean is not None and clean.shape != latents.shape:
-        rule = f"it is the clip that noise was added to, of shape {tuple(latents.shape)}"
+        rule = f"it must have the latents' shape, {tuple(latents.shape)}"
         raise InputError("forcing.clean", f"shape {tuple(clean.shape)}", rule, "pass that one")
     if times is not None and tuple(times.shape) != (latents.shape[0], frames):
         rule = f"each of the {frames} frames has a time: [{latents.shape[0]}, {frames}]"

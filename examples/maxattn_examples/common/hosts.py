@@ -52,14 +52,14 @@ def join(
 def _check(told: dict[str, Any]) -> None:
     for name, value in told.items():
         if value is None:
-            raise ConfigError(name, "not given", "a process of many needs all three", ALL_THREE)
+            raise ConfigError(name, "not given", "several processes need all three", ALL_THREE)
     address, count, index = told.values()
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         rule = "it is the host and port of process 0"
         raise ConfigError("--coordinator", address, rule, "write HOST:PORT")
     if not 0 <= index < count:
-        rule = f"processes of {count} are numbered from 0 to {count - 1}"
+        rule = f"it must be between 0 and {count - 1}"
         raise ConfigError("--process-id", index, rule, "give each process its own number")
 
 
@@ -140,8 +140,8 @@ def alone(what: str) -> None:
         ConfigError: there are several processes.
     """
     if (count := jax.process_count()) > 1:
-        rule = f"{what} reads whole arrays, which one process has alone"
-        remedy = "run one process, which may have all devices of a machine"
+        rule = f"{what} needs whole arrays in one process"
+        remedy = "run one process, which can use all devices of a machine"
         raise ConfigError("--num-processes", count, rule, remedy)
 
 

@@ -47,7 +47,7 @@ def read_config(
             raise WeightsError(key, "not set" if held is None else held, rule, remedy)
     for key in config:
         if not key.startswith("_") and key not in {*only, *known}:
-            rule = f"no {name} model here knows this setting, and it may change the numbers"
+            rule = f"{name} models do not support this setting here, and it may change the numbers"
             close = did_you_mean(key, sorted(set(known) - config.keys()))
             raise WeightsError(key, config[key], rule, close or remedy)
     return config

@@ -210,7 +210,7 @@ class RolloutSettings(Section):
             remedy = "set it to 0, or clean_pass: true"
             yield ConfigError("context_noise", values["context_noise"], rule, remedy)
         if values["positions"] == "slots" and values["sink"]:
-            rule = "with a sink positions by slots are another function than positions by frames"
+            rule = "with a sink, positions by slots differ from positions by frames"
             remedy = "write slots_with_sink for a model that was trained so, else absolute"
             yield ConfigError("positions", "slots", rule, remedy)
 
@@ -249,20 +249,20 @@ def _of_window(size: int, window: int | None, sink: int) -> Iterator[ConfigError
     if not sink:
         return
     if window is None:
-        rule = "a sink is counted inside the window, and without one every frame stays"
+        rule = "a sink is part of a window, and without a window every frame is kept"
         yield ConfigError("sink", sink, rule, "set window, or remove sink")
         return
     most = (window - 1) * size
     if sink > most:
-        rule = f"sink and a block both fit {window} blocks of {size} frames"
+        rule = f"the sink and one block must fit into {window} blocks of {size} frames"
         yield ConfigError("sink", sink, rule, f"write at most {most}, or a larger window")
 
 
 def _of_steps(steps: tuple[float, ...]) -> Iterator[ConfigError]:
     """Refuse an empty list of steps, and steps whose times do not fall."""
     if not steps:
-        rule = "a block is made in one step or more"
+        rule = "a block needs at least one step"
         yield ConfigError("denoising_steps", "[]", rule, "write for example [1000, 750, 500, 250]")
     if any(later >= step for step, later in pairwise(steps)):
-        rule = "each time is below the one before it, since steps go from noise to a clean frame"
+        rule = "times must fall, since steps go from noise to a clean frame"
         yield ConfigError("denoising_steps", list(steps), rule, "write them from 1000 down")

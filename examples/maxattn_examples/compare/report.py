@@ -95,7 +95,7 @@ def drift(
     for name, draw in others.items():
         x = _drawn(draw, noise, batch)
         if x.shape != of.shape:
-            rule = f"every way draws samples of the shape of the dense ones, {of.shape}"
+            rule = f"samples must have the shape of the dense ones, {of.shape}"
             raise InputError(name, x.shape, rule, "return the final samples alone")
         report.rows.append(Row.of_samples(name, x, of, same_cost=pairs.get(name)))
     return report

@@ -71,7 +71,7 @@ def opened(
     kind = families.settings_class(family or families.of_file(found.config, found.overrides))
     settings = settings_of(found, kind)
     if isinstance(settings, DigitsSettings) and settings.on_torus:
-        rule = "the demo's model has no files, and its samplers are its own"
+        rule = "the streaming demo takes no files, and has samplers of its own"
         remedy = "use configs/digits_large.yml, or a config of Wan, SDXL or Flux.1"
         raise ConfigError("config", found.config, rule, remedy)
     paths = paths_of(found, settings.model.folder)
@@ -136,7 +136,7 @@ class Ways:
         if fast := {key: value for key, value in own.items() if value is not None}:
             self.every.append(Way(CONFIGURED, fast))
         if len(self.every) == 1 and not alone:
-            rule = "a way of sampling is compared with the dense one"
+            rule = "there is no way of sampling to compare with the dense one"
             remedy = "give --settings FILE or --setting NAME KEY=VALUE, or write sampling.fast"
             raise ConfigErrors([ConfigError("--settings", "(none)", rule, remedy)])
         for way in self.every:
@@ -194,7 +194,7 @@ class Ways:
             print(f"no floor: no other kernel than {ours} is known to run here (--floor)")
             return
         if not free or (asked and asked != free[0]):
-            rule = f"it is another kernel than dense sampling has, which is {ours}"
+            rule = f"it must differ from the kernel of dense sampling, {ours}"
             remedy = " or ".join(f"--floor {kernel}" for kernel in (*free, "none"))
             raise ConfigErrors([ConfigError("--floor", asked, rule, f"give {remedy}")])
         self.every.insert(1, Way(FLOOR, {**self._off, **_keys_of(task, free[0])}))

@@ -71,10 +71,10 @@ class DistilTask(ClipTask):
             rule, remedy = "a student begins as its teacher", "give the teacher: --model FOLDER"
             yield ConfigError("model.folder", "null", rule, remedy)
         if (name := self.sampler.name) != "flow_euler":
-            rule = "a student learns Euler steps, and is drawn with them"
+            rule = "a student is trained for Euler steps, and sampled with them"
             yield ConfigError("sampling.sampler", name, rule, "use flow_euler")
         if s.guided:
-            rule = "guidance is learned from the teacher (training.distil.guidance_scale)"
+            rule = "a student learns guidance from its teacher (training.distil.guidance_scale)"
             yield ConfigError("sampling.guidance_scale", s.guidance_scale, rule, "use 1")
 
     @property

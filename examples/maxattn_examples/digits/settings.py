@@ -101,20 +101,20 @@ class Settings(wan_settings.Settings):
         data, training, rollout = (values[name] for name in ("data", "training", "rollout"))
         size, forced = rollout.frames_per_block, training.forcing
         if data.source == "digits" and forced != "none":
-            rule = "the frames of these clips see each other"
+            rule = "these clips are for training without forcing"
             yield ConfigError("training.forcing", forced, rule, "use none, or data.source: torus")
         if data.source == "torus" and data.canvas % 6:
             rule = "a token is 6 x 6 pixels"
             yield ConfigError("data.canvas", data.canvas, rule, "use 12, 18 or 24")
         if (far := training.sink_distance) and (forced == "none" or not rollout.sink):
-            rule = "it is the distance of sinks, which training by forcing with a sink has"
+            rule = "it needs training by forcing with a sink"
             remedy = "set rollout.sink and training.forcing, or remove it"
             yield ConfigError("training.sink_distance", far, rule, remedy)
         if far and rollout.sink % size:
-            rule = f"with training.sink_distance a sink is whole blocks of {size}"
+            rule = f"with training.sink_distance the sink must be whole blocks of {size}"
             yield ConfigError("rollout.sink", rollout.sink, rule, f"use {size}")
         if (share := training.prompt_switches) and (forced != "teacher" or data.frames <= size):
-            rule = "a prompt changes between the clean blocks of a clip"
+            rule = "a change of prompt needs clean clips of several blocks"
             remedy = "set it to 0, or training.forcing: teacher with clips of several blocks"
             yield ConfigError("training.prompt_switches", share, rule, remedy)
 

@@ -126,7 +126,7 @@ class ClipTask(WanTask):
         data, model, wanted = self.settings.data, self.settings.model, self.channels
         for key, value in wanted.items():
             if (given := getattr(model, key)) is not None and given != value:
-                rule = "clips, places and prompts have so many numbers: " + ", ".join(
+                rule = "clips, places and prompts need these sizes: " + ", ".join(
                     f"{name} {count}" for name, count in wanted.items()
                 )
                 yield ConfigError(f"model.{key}", given, rule, f"use {value}")

@@ -69,8 +69,8 @@ class Sizes:
         # A key that a file leaves out has diffusers' default, which is False.
         found = checked(cls, config, {**vars(cls()), "guidance_embeds": False})
         if config.get("out_channels") not in (None, found.in_channels):
-            rule = f"FLUX.1-dev and schnell give out the {found.in_channels} channels they take in"
-            remedy = "give one of them; models that fill in or follow a depth are others"
+            rule = f"FLUX.1-dev and schnell return the {found.in_channels} channels of their input"
+            remedy = "give one of them; inpainting and depth models are not supported"
             raise WeightsError("out_channels", config["out_channels"], rule, remedy)
         return found
 

@@ -143,7 +143,7 @@ def _guidance_errors(task: SamplingTask) -> Iterator[ConfigError]:
     sampling = task.settings.sampling
     if sampling.negative_prompt is not None and not sampling.guided:
         key = sampling.cfg_key
-        rule = f"guidance leads away from it, and sampling.{key} is at most 1, which is none"
+        rule = f"it needs guidance, and sampling.{key} is at most 1, which turns guidance off"
         remedy = f"raise sampling.{key}, or leave it out"
         yield ConfigError("--negative-prompt", repr(sampling.negative_prompt), rule, remedy)
 
@@ -156,21 +156,21 @@ def _embeddings_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
     lengths = [found[name][1:2] for name in ("text", "negative_text") if name in found]
     if guided and sampling.guidance_batched and len(set(lengths)) > 1:
         both = " and ".join(str(n[0]) for n in lengths)
-        rule = f"in one call of the model both have as many tokens: {both}"
+        rule = f"in one model call both prompts must have equally many tokens: {both}"
         remedy = "set it to false, or make them alike"
         yield ConfigError("sampling.guidance_batched", True, rule, remedy)
 
 
 def _image_errors(task: SamplingTask, image: Path | None) -> Iterator[ConfigError]:
     if task.needs_image and image is None:
-        rule = "an image-to-video model begins with an image"
+        rule = "an image-to-video model needs an image"
         remedy = "give --image FILE, or --embeddings FILE (examples/embed.py)"
         yield ConfigError("--image", "(none)", rule, remedy)
     if image is not None and not task.takes_image:
         remedy = "leave it out, or give an I2V model's folder"
         yield ConfigError("--image", image, "this model takes no image", remedy)
     if image is not None and not image.is_file():
-        rule = "it names a file, and there is none"
+        rule = "the file does not exist"
         yield ConfigError("--image", image, rule, "name a picture")
 
 
@@ -180,7 +180,7 @@ def _image_errors(task: SamplingTask, image: Path | None) -> Iterator[ConfigErro
 def _output_errors(task: SamplingTask, paths: Paths, writes: bool) -> Iterator[ConfigError]:
     if writes and paths.out is None and paths.latents is None:
         remedy = "give --out DIR (decoded with the folder's vae, with torch), or --latents FILE"
-        yield ConfigError("--out", "(none)", "a folder or a file takes what is drawn", remedy)
+        yield ConfigError("--out", "(none)", "samples need a folder or a file", remedy)
     for option, path in (("--out", paths.out), ("--latents", paths.latents)):
         if path is not None and (problem := unwritable(option, path, option == "--out")):
             yield problem

@@ -153,7 +153,7 @@ def paths_of(found: argparse.Namespace, folder: str | None) -> Paths:
         ConfigErrors: no folder is given.
     """
     if folder is None:
-        rule = "weights to draw with are in a folder in diffusers' format"
+        rule = "sampling needs a model's folder in diffusers' format"
         remedy = "give --model FOLDER, or write model.folder"
         raise ConfigErrors([ConfigError("model.folder", "null", rule, remedy)])
     names = (name.replace("-", "_") for name in FILES)

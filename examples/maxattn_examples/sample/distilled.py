@@ -112,7 +112,7 @@ class Distilled:
             return
         if ours is None:
             options = (f", {key} {value}" for key, value in self.options.items())
-            rule = f"{self.name} takes its steps at {self.sampler}'s own times{''.join(options)}"
+            rule = f"{self.name} needs {self.sampler}'s own times{''.join(options)}"
             yield ConfigError(theirs.key, theirs, rule, "leave it out")
             return
         how = {None: "", True: ", final values", False: f", before shift {self.shift or 1:g}"}
@@ -229,7 +229,7 @@ def unmoved_errors(values: Mapping[str, Any]) -> Iterator[ConfigError]:
     given, shift = Given.of(values), values.get("timestep_shift")
     if given is not None and given.warped and shift is not None:
         by = values["distilled"]
-        rule = f"it moves no final values, and {given.key} {given} are final (warped: true)"
+        rule = f"it has no effect, since {given.key} {given} are final (warped: true)"
         rule += f", as distilled={by} sets them" if by else ""
         remedy = "set sampling.timestep_shift=null, or leave it out"
         yield ConfigError("timestep_shift", f"{shift:g}", rule, remedy)
@@ -254,6 +254,6 @@ def _warped_errors(values: Mapping[str, Any], lists: list[Key]) -> Iterator[Conf
         remedy = "write true for final values, false to have them moved by timestep_shift"
         yield ConfigError("warped", "null", rule, remedy)
     if not lists and values["warped"] is not None:
-        rule = "it says how timesteps or sigmas are written, and there is no list"
+        rule = "it applies to timesteps or sigmas, and neither is given"
         value = str(values["warped"]).lower()
         yield ConfigError("warped", value, rule, "leave it out, or write the list")

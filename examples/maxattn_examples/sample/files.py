@@ -155,7 +155,7 @@ def shape_errors(
     batches = {shape[0] for shape in found.values() if shape and shape[0] != 1}
     if len(batches) > 1:
         held = ", ".join(f"{name} {shape[0]}" for name, shape in found.items())
-        yield ConfigError(option, f"{path}: {held}", "all arrays have one batch, or 1", MAKE)
+        yield ConfigError(option, f"{path}: {held}", "all arrays need one batch size, or 1", MAKE)
 
 
 def _array_errors(
@@ -175,10 +175,10 @@ def _open(path: Path, option: str) -> Any:
 
     remedy = REMEDIES.get(option, MAKE)
     if not path.is_file():
-        rule = "it names a file, and there is none"
+        rule = "the file does not exist"
         raise ConfigErrors([ConfigError(option, path, rule, remedy)])
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        rule = f"a safetensors file is whole ({error})"
+        rule = f"it must be complete safetensors ({error})"
         raise ConfigErrors([ConfigError(option, path, rule, remedy)]) from None

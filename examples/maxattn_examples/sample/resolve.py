@@ -60,7 +60,7 @@ def resolved(task: SamplingTask, paths: Paths, divides: bool = True) -> RunSteps
     count = sampling.num_inference_steps
     for key, fast in zip(("fast", "fast_2"), given, strict=False):
         if fast is not None and fast.preset is not None and count < FEW:
-            rule = f"it gains next to nothing in fewer than {FEW} steps, and the run has {count}"
+            rule = f"it saves almost nothing in fewer than {FEW} steps, and the run has {count}"
             raise ConfigError(f"sampling.{key}.preset", fast.preset, rule, "leave it out")
     facts = partial(curve_facts, task, sampler, paths)
     each = [with_curve(fast, facts) for fast in given]

@@ -132,7 +132,7 @@ def _same_type(value: Any, option: Any) -> bool:
 def _unknown(said: Mapping[str, Any], where: str) -> Iterator[ConfigError]:
     for key, value in said.items():
         if not key.startswith("_") and key not in KNOWN:
-            rule = "no sampler here knows this option, and it may change the numbers"
+            rule = "this option is not supported, and may change the numbers"
             remedy = did_you_mean(key, KNOWN) or "remove it from the file"
             yield ConfigError(f"{where}: {key}", value, rule, remedy)
 
@@ -170,7 +170,7 @@ def _contradictions(options: Mapping[str, Any], where: str) -> list[ConfigError]
 def _taken_errors(sampler: str, given: Given | None) -> Iterator[ConfigError]:
     """Yield an error if the sampler takes no list of times or sigmas."""
     if given is not None and sampler in WITHOUT:
-        rule = f"{sampler} takes its steps at times of its own"
+        rule = f"{sampler} has times of its own, and takes no list"
         yield ConfigError(given.setting, given, rule, f"set sampling.sampler={WITHOUT[sampler]}")
 
 

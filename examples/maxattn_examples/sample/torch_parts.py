@@ -50,7 +50,7 @@ def without_torch(option: str, what: str, model: Path, needs: Needs) -> Iterator
     elif lost := lacking(model, parts):
         value = f"{model} without {', '.join(lost)}"
         remedy = f"fetch the whole folder, or {instead}"
-        rule = f"{what} takes these parts of a pipeline: {', '.join(parts)}"
+        rule = f"{what} needs these parts of a pipeline: {', '.join(parts)}"
         yield ConfigError(option, value, rule, remedy)
 
 
@@ -70,7 +70,7 @@ def device_errors(option: str, device: str) -> Iterator[ConfigError]:
     except (AssertionError, RuntimeError) as error:  # torch's own, of devices that are not there
         said = str(error).strip().partition("\n")[0].rstrip(".")
         rule = f"torch must find the device on this machine, and failed: {said}"
-        remedy = "use cpu, or cuda beside an NVIDIA GPU and a torch that was built for CUDA"
+        remedy = "use cpu, or cuda if there is an NVIDIA GPU and torch is built for CUDA"
         yield ConfigError(option, device, rule, remedy)
 
 

@@ -133,7 +133,7 @@ def _given_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
     if given is None:
         return
     if not given.exists():
-        rule = "it names a folder of weights, and there is none"
+        rule = "the folder of weights does not exist"
         remedy = "name one, such as training.output_dir of a run"
         yield ConfigError("--weights", given, rule, remedy)
     elif both and len(lacking(given, (FIRST, SECOND))) == 2:
@@ -214,13 +214,13 @@ def _distilled_errors(task: SamplingTask, option: str, path: Path) -> Iterator[C
         remedy = f"set sampling.distilled={row.name}, or rename the file if it is another's"
         yield ConfigError(option, path, rule, remedy)
     elif steps is not None and int(steps[1]) != taken:
-        rule = f"its name says for how many steps it was distilled, and {taken} are taken"
+        rule = f"its name gives the steps of its distillation, and the run has {taken}"
         yield ConfigError(option, path, rule, f"set sampling.num_inference_steps={steps[1]}")
 
 
 def _file_errors(task: SamplingTask, option: str, path: Path) -> Iterator[ConfigError]:
     if not path.exists():
-        rule = "it names LoRA weights, a file or a folder, and there is none"
+        rule = "there is no such file or folder of LoRA weights"
         yield ConfigError(option, path, rule, "name a safetensors file")
         return
     try:

@@ -195,7 +195,7 @@ class Given:
         if sampler == "lcm" and any(x % 1 for x in self.values):
             whole = {min(round(x), count - 1) for x in self.values}
             rounded = sorted(whole, reverse=True)
-            rule = "lcm takes its steps at the whole times that the model was trained at"
+            rule = "lcm needs integer timesteps"
             raise ConfigError(self.setting, self, rule, f"write {rounded}")
         if self.values[0] > count - 1:
             rule = f"the model was trained at times 0 to {count - 1}"
@@ -205,7 +205,7 @@ class Given:
 
     def _sigmas(self, sampler: str, betas: Betas) -> tuple[float, ...]:
         if sampler != "euler":
-            rule = f"{sampler} is told times, and finds sigmas by them"
+            rule = f"{sampler} needs times, and computes sigmas from them"
             raise ConfigError(self.setting, self, rule, "write sampling.timesteps")
         least, most = known_sigmas(betas)[[0, -1]]
         if self.values[0] > most * SLACK or self.values[-1] * SLACK < least:

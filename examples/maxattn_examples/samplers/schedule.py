@@ -236,7 +236,7 @@ def sample(
     except (ValueError, TraceContextError) as error:
         if "trace level" not in str(error):
             raise
-        rule = "flax lets no model from outside of a loop run scanned layers in it"
+        rule = "flax does not let a model from outside a loop run scanned layers in it"
         remedy = "call nnx.clone(model) in predict, or pass the model itself"
         raise InputError("predict", "uses a model with nnx.scan", rule, remedy) from error
 

@@ -97,7 +97,7 @@ def check_steps(steps: Steps | None, count: int, scale: Any) -> None:
         rule, remedy = "no step is guided", "resolve steps with guided=True, and give them as steps"
         raise InputError("scale", "given", rule, remedy)
     if steps is not None and len(steps) != count:
-        rule = f"it has a step for each of the {count} of the schedule"
+        rule = f"the schedule has {count} steps"
         raise InputError("steps", f"{len(steps)} steps", rule, f"resolve them for {count} steps")
 
 

@@ -95,7 +95,7 @@ class Sizes:
         yield from self._channel_misfits()
         if self.pooled_dim < 1:
             least = SIZE_NUMBERS * self.addition_time_embed_dim + 1
-            rule = f"it is the pooled text beside {SIZE_NUMBERS} times addition_time_embed_dim"
+            rule = f"it must be larger than {SIZE_NUMBERS} times addition_time_embed_dim"
             key, value = PROJECTED, self.projection_class_embeddings_input_dim
             yield ConfigError(key, value, rule, f"use {least} or more")
 
@@ -114,14 +114,14 @@ class Sizes:
         """Yield an error for channels that groups, heads or embeddings do not divide."""
         channels, groups = self.block_out_channels, self.norm_num_groups
         if any(count % groups for count in channels):
-            rule = f"it divides the channels of every resolution, {list(channels)}"
+            rule = f"it must divide the channels of every resolution, {list(channels)}"
             yield ConfigError("norm_num_groups", groups, rule, "use a divisor of all")
         heads = self.attention_head_dim
         if len(heads) == len(channels) and any(c % n for c, n in zip(channels, heads, strict=True)):
-            rule = f"so many heads divide the channels of their resolution, {list(channels)}"
+            rule = f"heads must divide the channels of their resolution, {list(channels)}"
             yield ConfigError("attention_head_dim", list(heads), rule, "use divisors of them")
         if self.addition_time_embed_dim % 2:
-            value, rule = self.addition_time_embed_dim, "half of the sinusoids are cosines"
+            value, rule = self.addition_time_embed_dim, "it must be even: cosines and sines"
             yield ConfigError("addition_time_embed_dim", value, rule, "use an even number")
 
 

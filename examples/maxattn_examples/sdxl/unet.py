@@ -190,7 +190,7 @@ class UNet(nnx.Module):
             raise InputError("text", value, rule, "pass text, or kv=encode(text)")
         wanted = sum(1 for _ in self._transformers())
         if kv is not None and len(kv) != wanted:
-            rule = f"one for each of the {wanted} places where this UNet attends to a text"
+            rule = f"this UNet needs one for each of its {wanted} cross-attentions"
             remedy = "make it with this UNet's encode(text)"
             raise InputError("kv", f"{len(kv)} of them", rule, remedy)
 

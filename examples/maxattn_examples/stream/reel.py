@@ -96,7 +96,7 @@ def save(run: Rollout, reel: Reel, folder: str | Path) -> Path:
     Raises:
         InputError: the reel was continued, so its cache was donated.
     """
-    before = "a reel is saved before the next block is made of it"
+    before = "a reel must be saved before its next block"
     check_unused(reel, before, "save what block() returned last")
     folder, file = Path(folder), f"reel-{secrets.token_hex(4)}.safetensors"
     arrays = {name: hosts.whole(x) for name, x in _arrays(reel).items()}
@@ -132,8 +132,8 @@ def load(run: Rollout, folder: str | Path, like: Any) -> Reel:
 
 def check_unused(
     reel: Reel,
-    what: str = "a reel is gone on from once",
-    remedy: str = "go on from the reel that was returned last; `save` keeps one",
+    what: str = "a reel can be continued once",
+    remedy: str = "continue the reel that was returned last; `save` stores one",
 ) -> None:
     """Refuse a reel that was continued, so that its cache was donated.
 
@@ -291,6 +291,6 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse a rollout whose settings differ from those that the reel was saved with."""
     for key in sorted(before.keys() | now.keys()):
         if (was := before.get(key)) != (is_ := now.get(key)):
-            rule = f"a video goes on as it was begun, and this one was with {was}"
+            rule = f"it must equal the saved rollout's, {was}"
             remedy = "make the Rollout as the one that saved it, or begin a video"
             raise InputError(key, is_, rule, remedy)

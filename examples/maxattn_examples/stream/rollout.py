@@ -190,7 +190,7 @@ class Rollout:
         """
         structure, parameters = split(model)
         if structure != self._structure:
-            rule = "what is compiled is of one model: its classes, layers and settings"
+            rule = "compiled programs fit one structure: classes, layers and settings"
             remedy = "build it as the first one, or make another Rollout"
             raise InputError("model", "of another structure", rule, remedy)
         self._parameters = parameters
@@ -350,7 +350,7 @@ def _check_prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int,
     """Refuse clean frames of other sizes, and those after frames that exist."""
     check_unused(reel)
     if reel.frame:
-        rule = f"a prefix is the first of a video, and {reel.frame} frames are made"
+        rule = f"a prefix must come first, and the reel has {reel.frame} frames"
         raise InputError("prefix", f"{latents.shape[1]} frames", rule, "give it after begin()")
     if latents.ndim != 5 or (latents.shape[0], *latents.shape[2:]) != (reel.batch, *sides):
         wanted = f"[{reel.batch}, F, {', '.join(map(str, sides))}]"
@@ -364,8 +364,8 @@ def _check_chosen(frames: tuple[int, ...], reel: Reel, stream: ma.Stream) -> Non
     """Refuse a context whose frames are not in the reel, or are not whole blocks."""
     kept = {s + i for s, block in reel.clean for i in range(block.shape[1])}
     if lost := [f for f in frames if f not in kept]:
-        rule = f"the clean latents of these frames are kept: {sorted(kept)}"
-        remedy = "choose of these, or give the stream a wider window or a sink"
+        rule = f"the reel has the clean latents of frames {sorted(kept)}"
+        remedy = "choose some of these, or give the stream a wider window or a sink"
         raise InputError("re_prefill", f"frame {lost[0]}", rule, remedy)
     if frames:
         stream.check_frames("re_prefill", len(frames))

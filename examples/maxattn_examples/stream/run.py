@@ -69,7 +69,7 @@ def scenes_of(prompt: str | None, switches: Sequence[str]) -> tuple[Scene, ...]:
         scenes.append(Scene(int(found[1]), found[2]))
     for before, after in pairwise(scenes):
         if after.block <= before.block:
-            rule = f"scenes follow one another, and the one before begins with block {before.block}"
+            rule = f"scenes must be in order, and the one before begins with block {before.block}"
             raise ConfigError("--switch", after.block, rule, "name a later block")
     return tuple(scenes)
 
@@ -271,23 +271,23 @@ def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
         yield from pipeline_errors(run.folder, "wan")
     yield from (e for e in run.task.size_errors() if e.setting not in of_whole_videos)
     if sizes.in_channels > sizes.out_channels or sizes.image_dim is not None:
-        rule = "a block is made of noise alone; an image is the first block of a video"
+        rule = "blocks start from noise; an image can only be the first block"
         yield ConfigError("model.sizes", "an image-to-video model", rule, "give --prefix")
     if run.folder is not None and boundary_of(run.folder) is not None:
-        rule = "one cache has the keys of one transformer, and this pipeline has two"
+        rule = "a cache is for one transformer, and this pipeline has two"
         yield ConfigError("model.folder", run.folder, rule, "give a model of one")
     if sampling.sampler == "unipc":
-        rule = "a block is made in few steps, or in Euler steps"
+        rule = "blocks need a few-step sampler or Euler steps"
         remedy = "leave it out for few steps, or write flow_euler"
         yield ConfigError("sampling.sampler", "unipc", rule, remedy)
     for key in ("timesteps", "sigmas", "distilled"):
         if key in sampling.model_fields_set and (value := getattr(sampling, key)) is not None:
-            rule = "a block takes its steps at rollout.denoising_steps"
+            rule = "rollout.denoising_steps has the times of a block"
             remedy = "write the times there, with rollout.warp_steps and rollout.timestep_shift"
             yield ConfigError(f"sampling.{key}", value, rule, remedy)
     if sampling.fast is not None:
-        rule = "it is of whole videos, whose steps are many; a block is made in few steps"
-        remedy = "remove sampling.fast; rollout.denoising_steps says the steps of a block"
+        rule = "it is for whole videos with many steps; a block has few"
+        remedy = "remove sampling.fast; rollout.denoising_steps has the steps of a block"
         yield ConfigError("sampling.fast", "given", rule, remedy)
     try:
         options(run.task)
@@ -346,7 +346,7 @@ def _prefix_errors(run: StreamRun) -> Iterator[ConfigError]:
         remedy = "make them for this height and width"
         yield ConfigError("--prefix", f"{run.prefix}: {list(shape)}", rule, remedy)
     elif not run.stream.ends_block(shape[2]):
-        rule = f"a video goes on behind whole blocks of {run.stream.frames_per_block} frames"
+        rule = f"a prefix must have whole blocks of {run.stream.frames_per_block} frames"
         remedy = "cut it to whole blocks"
         yield ConfigError("--prefix", f"{run.prefix}: {shape[2]} frames", rule, remedy)
 
@@ -359,7 +359,7 @@ def _scene_errors(scenes: Sequence[Scene], blocks: int, rows: int | None) -> Ite
         rows: number of texts in an embeddings file; None without one.
     """
     for scene in (s for s in scenes[1:] if s.block >= blocks):
-        rule = f"the {blocks} blocks that are made are numbered from 0"
+        rule = f"the video has {blocks} blocks, numbered from 0"
         yield ConfigError("--switch", scene.block, rule, "raise --blocks, or leave it out")
     if rows is None and any(scene.prompt is None for scene in scenes[1:]):
         rule = "a new scene needs a prompt, or text of --embeddings"

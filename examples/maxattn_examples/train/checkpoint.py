@@ -128,7 +128,7 @@ class Checkpoints:
         facts = self._restored("facts", ocp.args.JsonRestore())
         kinds = {"settings": dict, "losses": list, "plans": dict}
         if not isinstance(facts, dict):
-            raise self._damaged("its facts are no settings by name")
+            raise self._damaged("its facts are not a mapping")
         for key, kind in kinds.items():
             if not isinstance(facts.get(key), kind):
                 raise self._damaged(f"its facts have no {key}")
@@ -148,7 +148,7 @@ class Checkpoints:
     def _damaged(self, said: str) -> ConfigErrors:
         self._close()
         rule = f"a checkpoint is complete, and reading this one failed: {said}"
-        remedy = "delete this folder: the run goes on from the checkpoint before it"
+        remedy = "delete this folder: the run continues from the checkpoint before it"
         folder = self.folder / str(self.step)
         return ConfigErrors([ConfigError("training.output_dir", folder, rule, remedy)])
 
@@ -204,7 +204,7 @@ def differences(
     for key in changed:
         if key.startswith(fixed.keys) and not key.startswith(fixed.free):
             made = f"the checkpoint in {folder} was made with {then.get(key)}"
-            rule = f"{made}, and goes on only with that"
+            rule = f"{made}, and continues only with that"
             yield ConfigError(key.removeprefix("more."), here.get(key), rule, REMEDY)
 
 

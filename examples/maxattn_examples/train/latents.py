@@ -124,11 +124,11 @@ def _shard_paths(folder: str | None) -> list[Path]:
         rule = "training needs a folder of latents and texts"
         raise ConfigErrors([_error("null", rule, f"give one; {MAKE}")])
     if not Path(folder).is_dir():
-        rule = "it names a folder, and there is none"
+        rule = "the folder does not exist"
         remedy = "make it with examples/make_latents.py"
         raise ConfigErrors([_error(folder, rule, remedy)])
     if not (paths := sorted(Path(folder).glob("latents-*.safetensors"))):
-        rule = "the folder contains latents-*.safetensors, and there is none"
+        rule = "the folder has no latents-*.safetensors"
         raise ConfigErrors([_error(folder, rule, MAKE)])
     return paths
 
@@ -139,7 +139,8 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise ConfigErrors([_error(path, f"a safetensors file is whole ({error})", MAKE)]) from None
+        rule = f"it must be complete safetensors ({error})"
+        raise ConfigErrors([_error(path, rule, MAKE)]) from None
 
 
 def _header(file: Any) -> Header:
@@ -220,7 +221,7 @@ def write(
     folder = Path(folder)
     if folder.exists():
         remedy = "name another, or remove it"
-        raise ConfigErrors([ConfigError("folder", folder, "it is made anew", remedy)])
+        raise ConfigErrors([ConfigError("folder", folder, "the folder exists", remedy)])
     folder.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"model": model, "scaled": "true", "source": source}
     with replacing(folder) as partial:
@@ -246,7 +247,7 @@ def read_batches(files: Iterable[str], setting: str) -> Iterator[Batch]:
         try:
             yield load_file(Path(file))
         except (SafetensorError, OSError) as error:
-            rule = f"it is a whole safetensors file ({error})"
+            rule = f"it must be complete safetensors ({error})"
             raise ConfigErrors([ConfigError(setting, file, rule, "name the right files")]) from None
 
 

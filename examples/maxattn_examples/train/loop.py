@@ -72,7 +72,7 @@ class Training:
         yield from _undivided(self.training, self.mesh)
         count, size = len(self.source), self.training.batch_size
         if count < size:
-            rule = f"a batch has as many different examples, and the data has {count}"
+            rule = f"a batch needs as many different examples, and the data has {count}"
             yield ConfigError("training.batch_size", size, rule, "lower it")
         yield from _refused_options(self.task)
 

@@ -89,7 +89,7 @@ class TrainingSettings(Section):
         parts, batch = values["gradient_accumulation_steps"], values["batch_size"]
         if batch % parts:
             divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
-            rule = f"the parts of a batch of {batch} are equal"
+            rule = f"it must divide the batch size, {batch}"
             yield ConfigError("gradient_accumulation_steps", parts, rule, f"use one of {divisors}")
         if values["lora_rank"] and not values["lora_targets"]:
             rule = "LoRA changes at least one projection"
@@ -129,8 +129,8 @@ class ForcedTraining(FlowTraining):
         yield from super().contradictions(values)
         yield from context_errors(values)
         if values["forcing"] != "none" and (every := values["picture_every"]):
-            rule = "a picture is of frames that all see each other, which forcing does not teach"
-            remedy = "set it to 0, and stream from what is exported: examples/stream.py"
+            rule = "pictures are of whole videos, which forcing does not train"
+            remedy = "set it to 0, and stream the exported model: examples/stream.py"
             yield ConfigError("picture_every", every, rule, remedy)
 
 
@@ -138,5 +138,5 @@ def context_errors(values: Mapping[str, Any]) -> Iterable[ConfigError]:
     """Yield an error for each key of clean clips that the kind of forcing does not use."""
     for key in ("context_noise", "context_dropout"):
         if values["forcing"] != "teacher" and values[key]:
-            rule = f"it is of clean clips, and with forcing: {values['forcing']} there are none"
+            rule = f"it applies to clean clips, which forcing: {values['forcing']} lacks"
             yield ConfigError(key, values[key], rule, "set it to 0, or forcing: teacher")

@@ -68,7 +68,7 @@ def errors(settings: Settings) -> Iterator[ConfigError]:
     if folder is not None:
         yield from _folder_errors(training.expert, Path(folder))
     if training.picture_every:
-        rule = "samples are drawn by both transformers, and one of them is trained"
+        rule = "samples need both transformers, and only one is trained"
         yield ConfigError("training.picture_every", training.picture_every, rule, "set it to 0")
 
 
@@ -76,7 +76,7 @@ def _boundary_errors(settings: Settings) -> Iterator[ConfigError]:
     """Yield an error for a missing or unknown expert, and for a boundary unlike the folder's."""
     training, at, folder = settings.training, boundary(settings), settings.model.folder
     if training.expert is None and at is not None:
-        rule = "the model has two transformers, and each learns its own times"
+        rule = "the model has two transformers, which are trained one at a time"
         remedy = f"use high_noise, for times from {at:g} on, or low_noise, for those below"
         yield ConfigError("training.expert", "null", rule, remedy)
     elif training.expert is None and folder and (problem := boundary_error(Path(folder))):

@@ -119,11 +119,11 @@ class WanSamplingTask(SamplingTask):
         """Yield an error for sizes that tokens do not divide, and for unsupported settings."""
         yield from self._pipeline_errors()
         if "rollout" in self.settings.model_fields_set:
-            rule = "it is of videos made block by block, and here all frames are made at once"
+            rule = "it is for streaming, and this command samples all frames at once"
             remedy = "use examples/stream.py; leave it out for a model of whole videos"
             yield ConfigError("rollout", "given", rule, remedy)
         if self.sizes.pos_embed_seq_len is not None:
-            rule = "a model of first and last frame takes two images, which sampling does not"
+            rule = "models of a first and last frame need two images, which sampling lacks"
             yield ConfigError("model.folder", self.folder, rule, "give another")
         scales = zip(self.scale, self.sizes.patch_size, strict=True)
         frames, *sides = (scale * patch for scale, patch in scales)
@@ -155,7 +155,7 @@ class WanSamplingTask(SamplingTask):
         frames = self.settings.sampling.frames
         if (frames - 1) % unit:
             below = (frames - 1) // unit * unit + 1
-            rule = f"the first frame, then latents of {unit} frames each"
+            rule = f"it must be 1 plus a multiple of {unit}"
             yield ConfigError("sampling.frames", frames, rule, f"use {below} or {below + unit}")
 
     def expected(self, guided: bool) -> dict[str, Form]:

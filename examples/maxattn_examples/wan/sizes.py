@@ -81,10 +81,10 @@ class Sizes:
     def misfits(self) -> Iterator[ConfigError]:
         """Yield sizes that do not fit each other."""
         if self.attention_head_dim % 2 or self.attention_head_dim < 6:
-            rule = "pairs of its channels turn with time, row and column: it is even, at least 6"
+            rule = "it must be even and at least 6, for pairs of time, row and column"
             yield ConfigError("attention_head_dim", self.attention_head_dim, rule, "use 128")
         if self.freq_dim % 2:
-            rule = "half of the sinusoids are cosines"
+            rule = "it must be even: cosines and sines"
             yield ConfigError("freq_dim", self.freq_dim, rule, "use an even number, such as 256")
         if (self.image_dim is None) != (self.added_kv_proj_dim is None):
             rule = f"added_kv_proj_dim is {self.added_kv_proj_dim}, and a model has both or neither"

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
             check_writable(f"--{option}", path)
     config, grid = read_source(args).config, _grid(args.grid)
     if args.shape:
-        rule = "an audit is of your own activations, not of a shape"
+        rule = "an audit needs your own activations, not a shape"
         raise InputError("CONFIG", args.shape[0], rule, "leave the shape out")
     if args.mask and args.call:
         rule = "a model has its own masks"

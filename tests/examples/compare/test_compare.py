@@ -120,7 +120,7 @@ def test_a_row_has_the_facts_that_its_drift_depends_on(name: str, tmp_path: Path
         (("x", "--report", "/proc/nope/x.yml"), "nothing can be written in /proc"),
         (("x", "--clips", "2"), "the judge scores the model that configs/digits_large.yml trains"),
         (("x", "--batch", "2"), "the clips, 1, are drawn in whole batches, of 2"),
-        ((), "a way of sampling is compared with the dense one"),
+        ((), "there is no way of sampling to compare with the dense one"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

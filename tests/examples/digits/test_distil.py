@@ -80,6 +80,6 @@ def test_settings_that_fit_no_student_are_refused_together(tmp_path: Path):
     with pytest.raises(ConfigErrors) as refused:
         Training(task)
     for words in (
-        "a student begins as its teacher", "a student learns Euler steps", "guidance is learned",
+        "a student begins as its teacher", "trained for Euler steps", "learns guidance from its",
     ):  # fmt: skip
         assert words in str(refused.value)

@@ -125,7 +125,7 @@ REFUSED = {
     "sink=0": "sink_distance",
     f"sink_distance=0 forcing=diffusion {NO_CONTEXT}": "prompt_switches",
     "data.canvas=14": "a token is 6 x 6 pixels",
-    "data.source=digits": "the frames of these clips see each other",
+    "data.source=digits": "these clips are for training without forcing",
 }
 
 

@@ -72,7 +72,7 @@ def test_one_compiled_walk_is_a_loop_over_its_steps(name: str, batched: bool) ->
 
 
 def test_steps_of_another_number_are_refused() -> None:
-    with pytest.raises(InputError, match="a step for each of the 10 of the schedule"):
+    with pytest.raises(InputError, match="the schedule has 10 steps"):
         sample(predict, NOISE, unipc.schedule(10, 3.0), steps=resolve(None, 9, 3))
     for steps in (None, resolve(None, 10, 3)):
         with pytest.raises(InputError, match=r"scale: given\n.*no step is guided"):
