@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import digits  # isort: skip
 CONFIG = ROOT / "configs" / "wan_tiny.yml"
 TINY = ["dim=32", "layers=1", "heads=4", "dim_head=8", "ffn_dim=32", "batch_size=8"]
 SHORT = [*TINY, "steps=3", "num_inference_steps=2", "per_prompt=1"]
+fitted_classifier = cache(digits.fitted_classifier)
 
 
 def settings_of(*overrides: str) -> Any:
@@ -110,6 +112,20 @@ def test_prompts_are_numbered_and_the_empty_one_is_padding_alone():
 # ---- a run ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit the classifier once, and let it judge a tenth of the real digits."""
+    videos_of, tenth = digits.videos_of, slice(None, None, 10)
+
+    def some(split: Any, data: Any) -> Any:
+        found = videos_of(split, data)
+        return tuple(x[tenth] for x in found) if split == "test" else found
+
+    monkeypatch.setattr(digits, "videos_of", some)
+    monkeypatch.setattr(digits, "fitted_classifier", fitted_classifier)
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_short_run_over_eight_devices_draws_and_one_device_draws_the_same_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -145,7 +161,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path):
 def test_the_judge_is_right_on_real_digits_and_sees_wrong_ones():
     data = settings_of("held_out=[]").data
     videos, prompts = digits.videos_of("test", data)
-    videos, machine = videos.astype(np.float64), digits.fitted_classifier()
+    videos, machine = videos.astype(np.float64), fitted_classifier()
     digit, direction = digits.right(machine, videos, prompts)
     assert digit.mean() > 0.99 and direction.all()
     other = {(d, way): prompt for prompt, (d, way) in digits.PROMPTS.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,22 +14,35 @@ from maxattn_examples.digits.scenes import BOUNCING, LEAVING, Scene, Size
 from maxattn_examples.digits.scores import BETTER, Judge, flicker
 from maxattn_examples.digits.torus import Scans
 
+Scores = dict[str, np.ndarray]
 SIZE = Size(13, 24, 40, 8)
 SCANS = Scans.of("test")
 JUDGE = Judge(SIZE)
-SCENE = scenes.draw(0, jnp.arange(64), SCANS, SIZE)
+
+
+@jax.jit
+def draw(seed: Any) -> Scene:
+    return scenes.draw(seed, jnp.arange(64), SCANS, SIZE)
 
 
 def rendered(scene: Scene) -> jax.Array:
     return scenes.render(scene, scenes.scans_here(SCANS), SIZE)
 
 
-REAL = rendered(SCENE)
+@pytest.fixture(scope="module")
+def scene() -> Scene:
+    return draw(0)
 
 
 @pytest.fixture(scope="module")
-def real() -> dict[str, np.ndarray]:
-    return JUDGE.score(REAL, SCENE).scores
+def clips(scene: Scene) -> jax.Array:
+    return rendered(scene)
+
+
+@pytest.fixture(scope="module")
+def real(clips: jax.Array, scene: Scene) -> Scores:
+    """The scores of real clips."""
+    return JUDGE.score(clips, scene).scores
 
 
 def other_digits(scene: Scene) -> Scene:
@@ -41,7 +56,7 @@ def other_digits(scene: Scene) -> Scene:
 
 
 @pytest.mark.slow
-def test_real_clips_score_well(real: dict[str, np.ndarray]):
+def test_real_clips_score_well(real: Scores):
     assert JUDGE.accuracy > 0.95
     for name, least in {"digit": 0.9, "identity": 0.9, "kept": 0.95, "path": 0.93}.items():
         assert real[name].mean() > least, name
@@ -49,63 +64,67 @@ def test_real_clips_score_well(real: dict[str, np.ndarray]):
     assert set(real) == {*BETTER, "flicker"} and all(x.shape == (64,) for x in real.values())
 
 
-def test_a_digit_that_comes_back_as_another_loses_its_identity(real: dict[str, np.ndarray]):
+def test_a_digit_that_comes_back_as_another_loses_its_identity(
+    scene: Scene, clips: jax.Array, real: Scores
+):
     late = jnp.arange(13)[:, None, None, None] > 6
-    swapped = jnp.where(late, rendered(other_digits(SCENE)), REAL)
-    found = JUDGE.score(swapped, SCENE).scores
+    swapped = jnp.where(late, rendered(other_digits(scene)), clips)
+    found = JUDGE.score(swapped, scene).scores
     lost = paired(found["identity"], real["identity"])
     assert lost.mean < -0.3 and lost.better <= 2 and lost.p < 1e-6
     assert paired(found["kept"], real["kept"]).p < 1e-6
     assert abs(paired(found["path"], real["path"]).mean) < 0.05
 
 
-def test_other_digits_from_the_first_frame_keep_their_identity(real: dict[str, np.ndarray]):
-    found = JUDGE.score(rendered(other_digits(SCENE)), SCENE).scores
+def test_other_digits_from_the_first_frame_keep_their_identity(scene: Scene, real: Scores):
+    found = JUDGE.score(rendered(other_digits(scene)), scene).scores
     wrong = paired(found["digit"], real["digit"])
     assert wrong.mean < -0.25 and wrong.p < 1e-6
     assert paired(found["likelihood"], real["likelihood"]).mean < -0.5
     assert abs(paired(found["identity"], real["identity"]).mean) < 0.05
 
 
-def test_a_frozen_video_moves_nowhere_and_does_not_flicker(real: dict[str, np.ndarray]):
-    frozen = jnp.broadcast_to(REAL[:, :1], REAL.shape)
-    found = JUDGE.score(frozen, SCENE).scores
+def test_a_frozen_video_moves_nowhere_and_does_not_flicker(
+    scene: Scene, clips: jax.Array, real: Scores
+):
+    frozen = jnp.broadcast_to(clips[:, :1], clips.shape)
+    found = JUDGE.score(frozen, scene).scores
     assert (found["flicker"] == 0).all() and found["path"].mean() < 0.1
     assert found["digit"].mean() > 0.9 and real["flicker"].min() > 0
 
 
-def test_digits_that_never_come_back_are_found(real: dict[str, np.ndarray]):
-    leaves = SCENE.path == LEAVING
+def test_digits_that_never_come_back_are_found(scene: Scene, clips: jax.Array, real: Scores):
+    leaves = scene.path == LEAVING
     late = jnp.arange(13)[:, None, None, None] > 6
-    gone = jnp.where(late, rendered(SCENE._replace(there=SCENE.there & ~leaves)), REAL)
-    found = JUDGE.score(gone, SCENE).scores
-    clip = np.asarray((SCENE.there & leaves).any(-1))
+    gone = jnp.where(late, rendered(scene._replace(there=scene.there & ~leaves)), clips)
+    found = JUDGE.score(gone, scene).scores
+    clip = np.asarray((scene.there & leaves).any(-1))
     assert (found["identity"] < real["identity"])[clip].mean() > 0.9
     assert (found["path"] < real["path"])[clip].mean() > 0.9
 
 
-def test_noise_shows_no_digits_and_is_far_from_real_clips():
-    noise = jax.random.uniform(jax.random.key(0), REAL.shape)
-    scored, whole = JUDGE.score(noise, SCENE), JUDGE.score(REAL, SCENE)
+def test_noise_shows_no_digits_and_is_far_from_real_clips(scene: Scene, clips: jax.Array):
+    noise = jax.random.uniform(jax.random.key(0), clips.shape)
+    scored, whole = JUDGE.score(noise, scene), JUDGE.score(clips, scene)
     found = scored.scores
     assert found["digit"].mean() < 0.4 and found["stray"].mean() > 0.3
     assert found["kept"].mean() < 0.6 and found["identity"].mean() < 0.6
-    other = scenes.draw(1, jnp.arange(64), SCANS, SIZE)
+    other = draw(1)
     near = JUDGE.score(rendered(other), other).features
     far = frechet(scored.features, whole.features)
     assert far > 5 * frechet(near, whole.features)
 
 
-def test_an_empty_video_shows_no_digit():
-    found = JUDGE.score(jnp.zeros_like(REAL), SCENE).scores
+def test_an_empty_video_shows_no_digit(scene: Scene, clips: jax.Array):
+    found = JUDGE.score(jnp.zeros_like(clips), scene).scores
     for name in ("digit", "identity", "kept", "path", "stray", "flicker"):
         assert not np.nan_to_num(found[name], nan=1).any(), name
     np.testing.assert_allclose(found["likelihood"], np.log(0.1))
 
 
-def test_colours_that_the_prompt_does_not_name_are_stray(real: dict[str, np.ndarray]):
-    other = SCENE._replace(colour=(SCENE.colour + 1) % 6)
-    found = JUDGE.score(rendered(other), SCENE).scores
+def test_colours_that_the_prompt_does_not_name_are_stray(scene: Scene, real: Scores):
+    other = scene._replace(colour=(scene.colour + 1) % 6)
+    found = JUDGE.score(rendered(other), scene).scores
     assert found["stray"].mean() > real["stray"].mean() + 0.3
 
 

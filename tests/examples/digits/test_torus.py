@@ -39,7 +39,7 @@ def videos(scans: Any, digits: Any, ways: Any, frames: int, starts: Any = 0) -> 
     count = len(scans)
     digits, ways = (jnp.broadcast_to(jnp.asarray(x), count) for x in (digits, ways))
     clip = Clip(digits, ways, digits, digits, jnp.broadcast_to(jnp.asarray(starts), count))
-    shown = torus.render(jnp.asarray(scans), clip, DATA, frames)
+    shown = jax.jit(torus.render, static_argnums=(2, 3))(jnp.asarray(scans), clip, DATA, frames)
     return np.asarray((shown + 1) * 8).round().astype(np.float64)
 
 
@@ -57,11 +57,12 @@ def test_a_digit_is_rolled_from_frame_to_frame_and_back_where_it_was_after_a_tur
 
 def test_clips_show_what_their_prompts_say_and_depend_on_their_numbers_alone():
     scans, labels = Scans.of("train"), np.sort(torus.load("train")[1])
-    clip = torus.draw(0, jnp.arange(400), scans.first, DATA)
+    draw = jax.jit(lambda numbers: torus.draw(0, numbers, scans.first, DATA))
+    clip = jax.tree.map(np.asarray, draw(jnp.arange(400)))
     assert (labels[clip.scan] == clip.digit).all() and (labels[clip.before] != clip.digit).all()
     assert set(np.asarray(clip.start).tolist()) == {0, 6}
     assert len({*zip(clip.digit.tolist(), clip.way.tolist(), strict=True)}) == 40
-    again = torus.draw(0, jnp.arange(10, 20), scans.first, DATA)
+    again = draw(jnp.arange(10, 20))
     np.testing.assert_array_equal(again.scan, clip.scan[10:20])
 
 

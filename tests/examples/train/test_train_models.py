@@ -289,7 +289,8 @@ def test_the_unet_s_target_gives_the_picture_back(prediction: Any) -> None:
 def test_some_texts_are_dropped(data: Any, tmp_path: Path) -> None:
     batch = batch_of(data["wan"], 256)
     task = WanTask.of(wan(tmp_path, WAN, data["wan"], condition_dropout=0.25))
-    drawn = task.noised(batch, LatentFolder(data["wan"]).empty, jax.random.key(0))
+    empty = LatentFolder(data["wan"]).empty
+    drawn = jax.jit(task.noised)(batch, empty, jax.random.key(0))
     dropped = np.asarray((drawn["text"] == 0.5).all(axis=(1, 2)))
     assert 0.15 < dropped.mean() < 0.35
     np.testing.assert_array_equal(drawn["text"][~dropped], batch["text"][~dropped])
@@ -306,7 +307,7 @@ def test_flux_is_given_its_guidance_its_times_and_dropped_texts(data: Any, tmp_p
     for sizes, is_guided in ((FLUX, True), (FLUX | {"sizes": "flux.1-schnell"}, False)):
         task: Any = FluxTask.of(flux(tmp_path, sizes, data["flux"], **how))
         empty = LatentFolder(data["flux"]).empty
-        examples = task.noised(batch_of(data["flux"]), empty, jax.random.key(1))
+        examples = jax.jit(task.noised)(batch_of(data["flux"]), empty, jax.random.key(1))
         wanted = float(jnp.mean(examples["velocity"] ** 2))
         assert float(task.loss(model, examples)) == pytest.approx(wanted, rel=1e-6)
         np.testing.assert_allclose(seen["t"], 1000 * examples["times"], rtol=1e-6)
