@@ -5,21 +5,19 @@ One YAML line picks the kernel and the parallelism.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from maxattn import errors, masks, sharding, steps, weights
     from maxattn._attention import attention
     from maxattn._plan import Plan
+    from maxattn._remat import remat, remat_policy
     from maxattn.auditing import Audit, AuditSample, audit
     from maxattn.call import Call, Reason
     from maxattn.config import AttentionConfig
     from maxattn.decide import plan
     from maxattn.modules import CrossAttention, FlaxAttention, JointAttention, attention_fn, swap
-    from maxattn.remat import remat, remat_policy
     from maxattn.rope import Rotary, apply_rotary, rope_1d, rope_2d, rope_3d
     from maxattn.steps import blocks
     from maxattn.streaming import KVCache, Stream
@@ -68,7 +66,7 @@ _HOMES = {
     "config": "AttentionConfig",
     "decide": "plan",
     "modules": "CrossAttention FlaxAttention JointAttention attention_fn swap",
-    "remat": "remat remat_policy",
+    "_remat": "remat remat_policy",
     "rope": "Rotary apply_rotary rope_1d rope_2d rope_3d",
     "steps": "blocks",
     "streaming": "KVCache Stream",
@@ -101,14 +99,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keep the function `maxattn.remat`, which an import of the file remat.py would replace."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _HOME_OF or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -13,7 +13,7 @@ from tests.changed import mirror_of
         "maxattn/masks/blocks.py": {"tests/masks"},
         "maxattn/tools/cli/__init__.py": {"tests/tools/cli"},
         "maxattn/jax_private/__init__.py": set(),
-        "maxattn/remat.py": {"tests/test_remat.py"},
+        "maxattn/_remat.py": {"tests/test_remat.py"},
         "examples/maxattn_examples/wan/model.py": {"tests/examples/wan"},
         "tests/masks/definitions.py": {"tests/masks"},
         "tests/masks/test_blocks.py": {"tests/masks/test_blocks.py"},

@@ -30,7 +30,7 @@ LEVELS = (
     ("maxattn.measuring",),
     ("maxattn.modules", "maxattn.weights"),
     ("maxattn.steps", "maxattn.streaming"),
-    ("maxattn._attention", "maxattn.remat"),
+    ("maxattn._attention", "maxattn._remat"),
     ("maxattn.announce",),
     ("maxattn.decide",),
     ("maxattn._plan",),
@@ -57,7 +57,7 @@ NOT_YET: dict[str, set[str]] = {
     "devices": set(),
     "masks": set(),
     "long files": set(),
-    "names of modules": {"maxattn.remat", "maxattn.modules.swap", "maxattn.steps.resolve"},
+    "names of modules": {"maxattn.steps.resolve"},
 }
 
 

@@ -56,12 +56,6 @@ def test_parts_with_pages_need_no_import_of_their_own() -> None:
         assert ma.__getattr__(part) is importlib.import_module(f"maxattn.{part}")
 
 
-def test_a_function_is_not_replaced_by_the_file_of_its_name() -> None:
-    for name in ("remat",):
-        importlib.import_module(f"maxattn.{name}")
-        assert callable(getattr(ma, name))
-
-
 @pytest.mark.slow
 def test_any_part_can_be_imported_first() -> None:
     paths = sorted((ROOT / "maxattn").glob("[a-z]*"))

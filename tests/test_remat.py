@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxattn._remat import POLICIES, remat, remat_policy
 from maxattn.config import AttentionConfig
 from maxattn.errors import ConfigError, MaxattnError
 from maxattn.modules import FlaxAttention
-from maxattn.remat import POLICIES, remat, remat_policy
 from tests.golden_text import check_refused
 from tests.jaxprs import equations
 

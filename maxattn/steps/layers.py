@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxattn._remat import remat
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError
 from maxattn.jax_private.observed import layer_named
-from maxattn.remat import remat
 
 OneLayer = Callable[[Any, Any, Any, Any], Any]  # of a layer, x, the layer's own part and its number
 

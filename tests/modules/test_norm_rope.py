@@ -15,11 +15,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import maxattn as ma
+from maxattn._remat import remat_policy
 from maxattn.jax_private.mesh import auto_mesh
 from maxattn.modules.norm_rope import NormRope, decide, in_steps
 from maxattn.modules.row_kernel import call
 from maxattn.modules.row_kernel.work import RowWork
-from maxattn.remat import remat_policy
 from tests.closeness import distance
 from tests.modules.reference import compiled
 from tests.waiting import but

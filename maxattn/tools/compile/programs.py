@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from maxattn._attention import attention
 from maxattn._plan import Plan
+from maxattn._remat import remat
 from maxattn.call import Call
 from maxattn.config.errors import plain
 from maxattn.decide import plan
@@ -27,7 +28,6 @@ from maxattn.errors import ConfigError, MeshError, Unsupported
 from maxattn.masks import Full
 from maxattn.measuring.passes import with_gradient
 from maxattn.modules import CrossAttention, FlaxAttention
-from maxattn.remat import remat
 from maxattn.rope import Rotary, rope_1d
 from maxattn.sharding import constrain, mesh_shape, on_axes, parameter_shardings, spec_of, ways
 from maxattn.tools.compile.job import CompileJob
