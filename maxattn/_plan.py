@@ -8,14 +8,15 @@ from math import lcm
 from typing import Any
 
 from maxattn.call import Call, Reason
-from maxattn.context_parallel import Collective, Strategy
 from maxattn.context_parallel.base import (
+    Collective,
+    Strategy,
     bias_axes,
     bias_collectives,
     itemsize,
     range_collectives,
 )
-from maxattn.kernels import Kernel
+from maxattn.kernels.base import Kernel
 from maxattn.masks import KeyLimit, Mask
 from maxattn.sharding import LETTERS, MeshShape, ways
 from maxattn.target import Target

@@ -14,8 +14,9 @@ from maxattn._plan import Plan
 from maxattn.call import Call, Reason
 from maxattn.config import AttentionConfig
 from maxattn.config.asked import Asked, checked_config
-from maxattn.context_parallel import STRATEGIES, Strategy
+from maxattn.context_parallel import STRATEGIES
 from maxattn.context_parallel import table as strategy_table
+from maxattn.context_parallel.base import Strategy
 from maxattn.context_parallel.choose import StrategyChoice, choose_strategy
 from maxattn.errors import ConfigError, InputError, MeshError, Unsupported
 from maxattn.kernels import build

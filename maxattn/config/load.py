@@ -14,16 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from maxattn.config.document import Document, parse, read
-from maxattn.config.errors import (
-    ConfigErrors,
-    Path,
-    dotted,
-    keys_of,
-    located,
-    plain,
-    refused,
-    show,
-)
+from maxattn.config.errors import ConfigErrors, Path, dotted, keys_of, located, plain, refused, show
 from maxattn.config.numbers import DEEPEST
 from maxattn.config.rules import PROGRAM_SECTIONS
 from maxattn.config.section import Section, problems_of

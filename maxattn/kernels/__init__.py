@@ -1,13 +1,13 @@
 """The kernels: attention over the arrays of one device. `table.py` has one row per kernel.
 
-A kernel is imported when it is looked up, as `KERNELS["flash"]` or `maxattn.kernels.Flash`.
+A kernel is imported when it is looked up, as `KERNELS["flash"]`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxattn.errors import Reason
 from maxattn.kernels.table import TABLE, Classes, KernelRow
@@ -17,35 +17,9 @@ if TYPE_CHECKING:
     from maxattn.config import AttentionConfig
     from maxattn.devices import Platform
     from maxattn.kernels.base import Kernel
-    from maxattn.kernels.cudnn import Cudnn
-    from maxattn.kernels.cudnn_flash_te import CudnnFlashTe
-    from maxattn.kernels.dot_product import DotProduct
-    from maxattn.kernels.flash import Flash
-    from maxattn.kernels.memory_efficient import MemoryEfficient
-    from maxattn.kernels.tokamax_flash import TokamaxFlash
-    from maxattn.kernels.tpu_few_keys import TpuFewKeys
-    from maxattn.kernels.tpu_flash import TpuFlash
     from maxattn.target import Target
 
 KERNELS: Mapping[str, type[Kernel]] = Classes(TABLE)
-
-__all__ = [
-    "KERNELS",
-    "Cudnn",
-    "CudnnFlashTe",
-    "DotProduct",
-    "Flash",
-    "Kernel",
-    "MemoryEfficient",
-    "TokamaxFlash",
-    "TpuFewKeys",
-    "TpuFlash",
-    "as_batch_rows",
-    "build",
-    "computed_call",
-    "refusal",
-    "scores_of",
-]
 
 
 def refusal(name: str, local: Call, target: Target, deterministic: bool = False) -> Reason | None:
@@ -162,14 +136,3 @@ def _build_one(name: str, local: Call, config: AttentionConfig, target: Target) 
 
         kernel = BatchRows(kernel, call.batch // local.batch, call.mask)
     return kernel
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Kernel":
-        from maxattn.kernels.base import Kernel
-
-        return Kernel
-    found = [row.name for row in TABLE.values() if row.where.endswith(f":{name}")]
-    if not found:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return KERNELS[found[0]]

@@ -227,9 +227,7 @@ def _fused(launch: RowLaunch, rows: tuple[Tokens, ...], parts: Parts) -> tuple[T
 
 
 # The gradient needs the residuals of XLA's steps, which then compute the forward too.
-_fused.defjvp(
-    lambda launch, given, moved: jax.jvp(partial(in_steps, launch.work), given, moved),
-)
+_fused.defjvp(lambda launch, given, moved: jax.jvp(partial(in_steps, launch.work), given, moved))
 
 
 # ---- XLA's steps ---------------------------------------------------------------------------------

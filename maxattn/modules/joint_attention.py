@@ -25,11 +25,7 @@ from maxattn.modules.base import (
     linear_on_mesh,
     without_bias,
 )
-from maxattn.modules.explicit import (
-    like_both,
-    like_both_without_bias,
-    over_explicit_axes,
-)
+from maxattn.modules.explicit import like_both, like_both_without_bias, over_explicit_axes
 from maxattn.modules.heads import merge_heads
 from maxattn.modules.self_attention import FlaxAttention
 from maxattn.rope import Rotary

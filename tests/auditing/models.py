@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 
 import maxattn as ma
-from maxattn.kernels import DotProduct
 from maxattn.kernels.base import Result
+from maxattn.kernels.dot_product import DotProduct
 
 LAYERS, HEADS, DIM, GRID = 4, 4, 16, (2, 8, 12)
 WIDTH, TOKENS = HEADS * DIM, 2 * 8 * 12

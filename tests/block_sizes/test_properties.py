@@ -10,12 +10,12 @@ from maxattn.block_sizes import (
     DQ,
     FORWARD,
     BlockSizes,
-    Facts,
     adjust,
     facts_of,
-    is_legal,
     log_lines,
 )
+from maxattn.block_sizes._adjust import is_legal
+from maxattn.block_sizes.sizes import Facts
 from maxattn.block_sizes.vmem import fits
 from maxattn.call import Call
 from maxattn.config import FlashBlockSizes

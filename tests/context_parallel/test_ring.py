@@ -13,8 +13,8 @@ import pytest
 
 import maxattn as ma
 from maxattn import masks as M
-from maxattn.context_parallel import Ring
 from maxattn.context_parallel.ring import head_halves
+from maxattn.context_parallel.ring.ring import Ring
 from maxattn.kernels.dot_product import DotProduct
 from tests.jaxprs import count_primitive
 from tests.reference import attention64

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from maxattn.kernels import DotProduct
 from maxattn.kernels.base import Inputs, Rows
 from maxattn.kernels.composed.pair import Pair
+from maxattn.kernels.dot_product import DotProduct
 from maxattn.masks import Full
 from tests.cases import allowed, arrays, compare
 from tests.gpu.dense import DenseLibrary

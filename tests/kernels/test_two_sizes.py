@@ -15,8 +15,8 @@ import maxattn as ma
 from maxattn import announce
 from maxattn._attention import run
 from maxattn.explain import explain
-from maxattn.kernels import DotProduct
 from maxattn.kernels.composed.pair import Pair
+from maxattn.kernels.dot_product import DotProduct
 from maxattn.masks import Full
 from tests.golden_text import check_golden
 from tests.kernel_of import blocks_of

@@ -17,16 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxattn.kernels.base import (
-    WHOLE,
-    DqAccumulator,
-    Grads,
-    Inputs,
-    KeyRange,
-    Packed,
-    Result,
-    Rows,
-)
+from maxattn.kernels.base import WHOLE, DqAccumulator, Grads, Inputs, KeyRange, Packed, Result, Rows
 from maxattn.kernels.fa4 import library
 from maxattn.kernels.fa4.launch import Launch
 from maxattn.kernels.fa4.library import KernelArrays, Spec

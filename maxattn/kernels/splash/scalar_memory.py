@@ -55,9 +55,7 @@ def fitting(call: Call, config: AttentionConfig, target: Target) -> AttentionCon
         sizes = adjust(LARGEST, call, "flash", target, training)[0]
         if _rule(call, sizes, target) is None:
             break
-    return config.replace(
-        flash_block_sizes={key: getattr(sizes, key) for key in FORWARD},
-    )
+    return config.replace(flash_block_sizes={key: getattr(sizes, key) for key in FORWARD})
 
 
 def unsupported(tile: tuple[int, ...], rule: str) -> Unsupported:

@@ -14,8 +14,9 @@ from jaxtyping import Array
 from maxattn._attention import attention
 from maxattn.config import AttentionConfig
 from maxattn.errors import InputError, did_you_mean
-from maxattn.kernels import KERNELS, DotProduct, build, refusal, scores_of
+from maxattn.kernels import KERNELS, build, refusal, scores_of
 from maxattn.kernels.base import Inputs
+from maxattn.kernels.dot_product import DotProduct
 from maxattn.masks import Dense
 from maxattn.measuring.passes import backward, forward, random_inputs, with_gradient
 from maxattn.measuring.timing import TimedFunction, measure

@@ -20,14 +20,7 @@ from maxattn.errors import InputError
 from maxattn.explain import explain
 from maxattn.sharding import mesh_shape
 from maxattn.target import Target
-from maxattn.tools.cli.inputs import (
-    Source,
-    mesh_of,
-    read_batch,
-    read_source,
-    shapes_of,
-    target_of,
-)
+from maxattn.tools.cli.inputs import Source, mesh_of, read_batch, read_source, shapes_of, target_of
 from maxattn.tools.cli.stream import OPTION, read_stream
 from maxattn.tools.model_shapes import dtype_of
 from maxattn.tools.stream_costs import Predicted, StreamCosts, StreamStage, forward_time

@@ -26,7 +26,8 @@ from maxattn.decide import kernel_call
 from maxattn.devices import Device
 from maxattn.errors import Unsupported
 from maxattn.jax_private.versions import LIBTPU
-from maxattn.kernels import Kernel, computed_call
+from maxattn.kernels import computed_call
+from maxattn.kernels.base import Kernel
 from maxattn.kernels.composed.pair import kernels_of
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.sharding import ways

@@ -17,8 +17,9 @@ from maxattn.block_sizes.vmem import Part, fits
 from maxattn.call import Call
 from maxattn.config import AttentionConfig, FlashBlockSizes
 from maxattn.config.measurements import BLOCKS
-from maxattn.kernels import KERNELS, Kernel, build, refusal, scores_of
+from maxattn.kernels import KERNELS, build, refusal, scores_of
 from maxattn.kernels.auto.tuned_order import PLAIN
+from maxattn.kernels.base import Kernel
 from maxattn.kernels.blockwise.chunk_sizes import choose_chunks
 from maxattn.kernels.flash import has_fa4
 from maxattn.masks import EMPTY

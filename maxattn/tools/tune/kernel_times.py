@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxattn.call import Call
-from maxattn.kernels import Kernel, scores_of
+from maxattn.kernels import scores_of
+from maxattn.kernels.base import Kernel
 from maxattn.masks import Mask
 from maxattn.measuring.passes import backward, forward, random_inputs
 from maxattn.measuring.timing import (

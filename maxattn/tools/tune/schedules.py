@@ -17,13 +17,7 @@ from typing import Any, Self
 
 import maxattn
 from maxattn.block_sizes import adjust, facts_of
-from maxattn.block_sizes.estimated.choose import (
-    divides,
-    known_tiles,
-    padded_pairs,
-    price,
-    tiles_of,
-)
+from maxattn.block_sizes.estimated.choose import divides, known_tiles, padded_pairs, price, tiles_of
 from maxattn.block_sizes.estimated.grids import evaluates
 from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seconds, StepCost, Tile
 from maxattn.block_sizes.few_keys import FEW_KEYS
