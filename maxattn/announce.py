@@ -26,11 +26,7 @@ _logged: set[Plan | str] = set()
 
 
 def announce(plan: Plan) -> None:
-    """Log a plan once, on process 0.
-
-    The level is WARNING if `plan.warns`, or if the named kernel or strategy cannot run and
-    `fallback` is "warn".
-    """
+    """Log a plan once, on process 0: as WARNING if it warns, or if what was named cannot run."""
     warns = plan.warns or (plan.fell_back and plan.fallback == "warn")
     _log_once(logging.WARNING if warns else logging.INFO, plan)
 
@@ -46,10 +42,7 @@ def warn_of_layout(call: Call) -> None:
 
 
 def warn_of_other_mesh(config: AttentionConfig, mesh: Any, role: Role) -> None:
-    """Warn once if a call's mesh lacks the axis sizes that the config or its strategy needs.
-
-    Settings alone create no mesh, so a caller may have forgotten to pass one.
-    """
+    """Warn once if a call's mesh lacks the axis sizes that the config or its strategy needs."""
     there = {} if mesh is None else dict(mesh.shape)
     text = _other_mesh(config, there) or _unspread(config, there, Asked.of(config, role).strategy)
     _log_once(logging.WARNING, text)

@@ -80,10 +80,7 @@ class Call:
             object.__setattr__(self, name, value)
 
     def derived(self, **changes: Any) -> Call:
-        """Return a call with some fields changed, without checks.
-
-        A padded or split call keeps the bias's shape, which may not fit the call's new lengths.
-        """
+        """Return a call with some fields changed, unchecked: its bias may have other lengths."""
         call = object.__new__(Call)
         call.__dict__.update(self.__dict__)
         call.__dict__.update(changes)

@@ -145,7 +145,6 @@ def decide(call: Call, config: AttentionConfig, shape: MeshShape, target: Target
 
 
 def _check_divides(call: Call, shape: MeshShape) -> None:
-    """Refuse a batch or heads that cannot be split over the mesh."""
     sizes, batch, tensor = dict(shape), ways("B", shape), ways("N", shape)
     if call.batch % batch:
         axes = " x ".join(f"{a}={sizes[a]}" for a in BATCH_AXES if a in sizes)
@@ -163,10 +162,7 @@ def _check_divides(call: Call, shape: MeshShape) -> None:
 
 
 def kernel_call(padded: Call, strategy: Strategy) -> Call:
-    """Return the part of a padded call that one device's kernel computes, with the whole bias.
-
-    A strategy's local call has no bias; the bias is added so that a kernel can refuse it.
-    """
+    """Return the part of a padded call that one kernel computes, with the bias, for refusals."""
     share = strategy.local_call(padded)
     sharded = share.q_len < padded.q_len
     sequence = (padded.q_len, padded.kv_len) if sharded else None

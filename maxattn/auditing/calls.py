@@ -183,7 +183,6 @@ class _Walk:
 
 
 def _segments(jaxpr: Any) -> list[tuple[list[Any], list[Any]]]:
-    """Split equations into runs without marks and single marked ones, with the results needed."""
     runs: list[list[Any]] = []
     for eqn in jaxpr.eqns:
         if runs and not _is_marked(eqn) and not _is_marked(runs[-1][-1]):
@@ -199,7 +198,6 @@ def _segments(jaxpr: Any) -> list[tuple[list[Any], list[Any]]]:
 
 
 def _evaluated(jaxpr: Any, eqns: list[Any], needed: list[Any], env: dict[Any, Any]) -> Any:
-    """Evaluate equations without marks; return the values that are needed after them."""
     made = {x for eqn in eqns for x in eqn.outvars}
     read = (x for eqn in eqns for x in eqn.invars if not isinstance(x, Literal))
     free = [x for x in dict.fromkeys(read) if x not in made]

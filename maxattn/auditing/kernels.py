@@ -36,10 +36,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(call: MarkedCall, named: Sequence[str] | None) -> list[Candidate]:
-    """Return the kernels to compare for a call: the named ones, by default all of this platform.
-
-    The strategy stays that of the plan.
-    """
+    """Return the kernels to compare for a call, by default all of this platform."""
     if isinstance(named, str):
         rule = "it must be a list of kernels' names"
         raise InputError("kernels", brief(named), rule, f"give kernels=[{named!r}]")
@@ -96,10 +93,7 @@ class Cost(NamedTuple):
 
 
 def costs_of(call: MarkedCall, kernels: Sequence[Candidate], budget: float) -> dict[str, Cost]:
-    """Time the kernels of one call in turns, on random operands of its shape and layout.
-
-    Arrays of a mask are 1. `budget` is about the seconds spent on each kernel.
-    """
+    """Time the kernels of one call in turns, `budget` seconds each, on random operands."""
     plan, around = call.plan, sharding.inside_auto_axes
     mesh = call.mesh if isinstance(call.mesh, jax.sharding.Mesh) else sharding.program_mesh()
     bias = None if plan.call.bias is None else jnp.zeros(plan.call.bias, plan.call.bias_dtype)

@@ -196,10 +196,7 @@ def _of_all_tokens(
 
 
 def _of_running_maximum(call: MarkedCall, q: Array, k: Array, v: Array) -> dict[str, Array]:
-    """Return the share of queries in blocks that `tpu_flash` gives a running maximum.
-
-    It does so above a limit of scores. It computes float16 in float32.
-    """
+    """Return the share of queries in blocks that `tpu_flash` gives a running maximum."""
     plan, tokens = call.plan, q.shape[1]
     if q.dtype == jnp.float16:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))

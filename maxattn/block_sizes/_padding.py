@@ -26,11 +26,7 @@ def padding(length: int, block: int) -> Padding:
 def nearest_with_less_padding(
     length: int, block: int, step: int = LANES, most: int | None = None, count: int = 3
 ) -> tuple[int, ...]:
-    """Find up to `count` block sizes that pad less than a given size, nearest first.
-
-    They are multiples of `step`: 128 for KV blocks, and for Q blocks in training. The longest is
-    `most`, by default twice `block`, and at least one step.
-    """
+    """Find up to `count` multiples of `step` up to `most` that pad less, nearest first."""
     now = padding(length, block).padded
     last = min(most or max(2 * block, step), round_up(length, step))
     better = [n for n in range(step, last + 1, step) if padding(length, n).padded < now]

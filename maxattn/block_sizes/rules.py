@@ -50,7 +50,6 @@ def fused_is_forced(facts: Facts) -> bool:
 
 
 def _set(sizes: BlockSizes, keys: tuple[str, ...], value: Callable[[int], Any]) -> dict[str, Any]:
-    """Apply `value` to the sizes in `keys` that are set, and return those that change."""
     found = {key: (old, value(old)) for key in keys if (old := getattr(sizes, key)) is not None}
     return {key: new for key, (old, new) in found.items() if new != old}
 

@@ -203,10 +203,7 @@ def _changed(sizes: BlockSizes, keys: tuple[str, ...], values: Iterable[int]) ->
 def _shrunk(
     now: Tiles, part: Part, facts: Facts, kv_choices: Iterable[int], q_choices: list[int] | None
 ) -> Tiles:
-    """Return the tiles that fit at the least cost, or the smallest tiles if none fit.
-
-    `kv_choices` are in rising order. With `q_choices=None`, q may be any multiple of `q_step`.
-    """
+    """Return the tiles that fit at the least cost, or the smallest tiles if none fit."""
     if facts.chip is None or fits(part, now, facts):
         return now
 

@@ -70,10 +70,7 @@ def read(source: str) -> Document:
 
 
 def parse(text: str, where: Where) -> Document:
-    """Parse one YAML document; refuse what is not plain data, too large or too deeply nested.
-
-    `where` turns a line number (from 1) into an error's location.
-    """
+    """Parse one YAML document of plain data; `where` turns a line number into a location."""
     if len(text) > MOST_BYTES:
         raise _too_large("YAML", f"{len(text):,} characters", where(1))
     try:

@@ -253,10 +253,6 @@ def _as_float(value: Any) -> str:
     return f"write {float(value)}" + ("" if "e" in value.lower() else ", without quotes")
 
 
-def _as_list(value: Any) -> str:
-    return f"write a list: [{value}]" if isinstance(value, str) else "write a list: [first, second]"
-
-
 _MAPPING = (
     "a mapping of keys to values",
     lambda value: "write its keys indented below it, or as {key: value}",
@@ -267,7 +263,10 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "float_type": ("a number", _as_float),
     "finite_number": ("a finite number", _as_float),
     "string_type": ("text", lambda value: f'put it in quotes: "{value}"'),
-    "tuple_type": ("a list", _as_list),
+    "tuple_type": (
+        "a list",
+        lambda value: f"write a list: [{value if isinstance(value, str) else 'first, second'}]",
+    ),
     "model_type": _MAPPING,
     "dict_type": _MAPPING,
 }
@@ -296,7 +295,6 @@ def defaults(model: Model) -> dict[str, Any]:
 
 
 def _owner(model: Model, path: Path) -> Model:
-    """Return the section model at a path from the outermost model."""
     for part in path:
         model = section_type(model.model_fields.get(str(part))) or model
     return model

@@ -28,10 +28,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def load(model: type[Config], path: str | os.PathLike[str] | None, overrides: Overrides) -> Config:
-    """Read a file (none if `path` is None), apply overrides, and validate.
-
-    The error has every problem of the file by line, then those of the overrides.
-    """
+    """Read a file (none if `path` is None), apply overrides, and validate; report every problem."""
     source = "" if path is None else os.fspath(path)
     document = Document({}, None, str) if path is None else read(source)
     data = dict(document.data)
@@ -154,7 +151,6 @@ def apply_overrides(
 
 
 def _texts(overrides: Overrides) -> list[str]:
-    """Write overrides as `key=value` texts."""
     if isinstance(overrides, Mapping):
         return [f"{key}={_as_yaml(str(key), value)}" for key, value in overrides.items()]
     is_text = isinstance(overrides, str)
@@ -180,7 +176,6 @@ def _as_yaml(key: str, value: Any) -> str:
 def _read(
     model: type[BaseModel], data: Mapping[str, Any], text: str, where: str
 ) -> tuple[Path, Any]:
-    """Parse an override; return its full path and its value."""
     key, equals, value = (part.strip() for part in text.partition("="))
     path: Path = tuple(key.split("."))
     if not equals:
@@ -223,7 +218,6 @@ def _sections(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, tupl
 def _check_in_file(
     model: type[BaseModel], data: Mapping[str, Any], path: Path, value: str, where: str
 ) -> None:
-    """Refuse an override of a key that neither the model nor the file has."""
     here: Any = data
     for depth, part in enumerate(path):
         if not isinstance(here, Mapping) or part not in here:

@@ -131,7 +131,6 @@ def _axis_settings(values: Mapping[str, Any], kind: str) -> Iterator[tuple[str, 
 
 
 def _parallelism_keys(kind: str) -> tuple[str, ...]:
-    """Return the parallelism keys of `kind` "ici" or "dcn", the data axis first."""
     keys = tuple(f"{kind}_{axis}_parallelism" for axis in AXES)
     return (*keys, BATCH_KEY) if kind == "ici" else keys
 

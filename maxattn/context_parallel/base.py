@@ -169,10 +169,7 @@ class Strategy:
         raise NotImplementedError
 
     def backward(self, kernel: Kernel, inputs: Inputs, rows: Rows) -> Grads:
-        """Return this device's gradients.
-
-        dk and dv are summed over the context axis; dbias is this device's part of the sum.
-        """
+        """Return a device's gradients; dk and dv are summed over the context axis, dbias is not."""
         raise NotImplementedError
 
 
@@ -184,10 +181,7 @@ def bias_letters(bias: tuple[int, ...] | None) -> str:
 def bias_axes(
     bias: tuple[int, ...] | None, shape: MeshShape, strategy: Strategy
 ) -> tuple[str, ...]:
-    """Return the mesh axes that the gradient of a bias is summed over.
-
-    These axes split the call but not the bias, whose global shape is `bias`.
-    """
+    """Return the mesh axes that split the call, not the bias: its gradient is summed over them."""
     if bias is None:
         return ()
     split = strategy.mask_letters(bias_letters(bias))

@@ -84,10 +84,7 @@ def choose_strategy(
 
 
 def fastest(costs: Mapping[str, Timeline], limit: float) -> str:
-    """Return the first strategy that fits in the memory and is within 2% of the shortest step.
-
-    If no strategy fits, return the strategy that needs the least memory.
-    """
+    """Return the first that fits, within 2% of the shortest step; if none fits, the smallest."""
     fitting = {name: line for name, line in costs.items() if line.held <= limit}
     if not fitting:
         return min(costs, key=lambda name: costs[name].held)

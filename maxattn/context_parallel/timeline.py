@@ -109,10 +109,7 @@ class Timeline(NamedTuple):
 def timeline_of(
     ring: Ring, call: Call, target: Target, config: AttentionConfig | None = None
 ) -> Timeline:
-    """Return the timeline of a ring for an unpadded global call.
-
-    The schedules of the config's kernel give the times of kernels; without schedules, FLOPs do.
-    """
+    """Return a ring's timeline for an unpadded global call, by schedules, else by FLOPs."""
     machine, n, padded = machine_of(target), ring.ring_size, ring.padded_call(call)
     if call.mask.is_full:  # padded pairs take time too
         padded = padded.derived(mask=call.mask)

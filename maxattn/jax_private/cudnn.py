@@ -43,10 +43,7 @@ def cudnn_backward(
     qkv: QKV, out: Array, lse: Array, dout: Array, mask: CudnnMask, scale: float,
     bias: Array | None = None, has_dbias: bool = False,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Return (dq, dk, dv) from a forward's result, and with `has_dbias` the gradient of the bias.
-
-    The gradient of the bias needs memory for B N T S values.
-    """
+    """Return (dq, dk, dv), and with `has_dbias` dbias, which needs memory for B N T S values."""
     bind, has_bias = _module()._dot_product_attention_bwd_p_wrapper.bind, bias is not None
     settings = _settings(mask, scale, has_bias, has_bias and has_dbias)
     return tuple(bind(*_operands(qkv, mask, bias), lse, out, dout, **settings))

@@ -12,11 +12,7 @@ Operands = tuple[Any, Any, Any, Any]
 
 
 class SplashLaunch(NamedTuple):
-    """The launch of a kernel: its block sizes, mask and whether Pallas interprets it.
-
-    The blocks are (q, kv, kv_compute), or (q, kv) for the kernel of dQ. Without a mask function,
-    every pair is allowed.
-    """
+    """A launch: blocks (q, kv) or (q, kv, kv_compute), mask (None: all pairs), if interpreted."""
 
     info: Any
     mask_function: Any
@@ -49,10 +45,7 @@ def forward(operands: Operands, launch: SplashLaunch) -> tuple[Any, Any]:
 
 
 def dkv(operands: Operands, stats: Any, launch: SplashLaunch, fused: bool) -> tuple[Any, Any, Any]:
-    """Run the backward kernel of K and V on one batch row: (dq if fused else None, dk, dv).
-
-    `stats` is (lse, dout, delta), here and in `dq`.
-    """
+    """Run the backward of K and V on one batch row: (dq if fused else None, dk, dv)."""
     bq, bkv, compute = launch.blocks
     sizes = {"bq": bq, "bkv": bkv, "bkv_compute": compute, "use_fused_bwd_kernel": fused}
     run = _splash()._splash_attention_bwd_dkv
@@ -67,7 +60,6 @@ def dq(operands: Operands, stats: Any, launch: SplashLaunch) -> Any:
 
 
 def _with_ids(operands: Operands) -> Operands:
-    """Return the operands with their ids converted to splash's `SegmentIds`."""
     q, k, v, ids = operands
     return q, k, v, None if ids is None else _splash().SegmentIds(*ids)
 

@@ -117,10 +117,7 @@ class Rows:
 
 
 class Grads(NamedTuple):
-    """The gradients; dk, dv and dbias are float32, so that callers can sum them over calls.
-
-    dq is in `gradient_dtype(q)`.
-    """
+    """The gradients: dq in `gradient_dtype(q)`, the others in float32, to be summed over calls."""
 
     dq: Float[Array, "B T N H"]
     dk: Float[Array, "B S K H"]

@@ -51,10 +51,7 @@ def bias_level(
 
 
 def level_shape(bias: tuple[int, ...], mask: Mask, q_len: int) -> tuple[int, ...]:
-    """Return the shape of a bias's level: 1 along axes on which neither bias nor mask varies.
-
-    `bias` is the bias's shape; the bound mask may have `jax.ShapeDtypeStruct`s for arrays.
-    """
+    """Return the shape of a bias's level: 1 along axes on which neither bias nor mask varies."""
     if bias[3] == 1:
         return bias
     pair = np.arange(2)

@@ -60,11 +60,6 @@ def widened(x: Array, head_dim: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, more))) if more else x
 
 
-def write_keys(part: Packed, packed: Packed, start: int) -> Packed:
-    """Return the block `packed` with the keys from `start` on replaced by those of `part`."""
-    return jax.lax.dynamic_update_slice_in_dim(packed, part, start, axis=2)
-
-
 def slice_one(packed: Packed, which: int, key_range: KeyRange, head_dim: int = 0) -> Array:
     """Return a key range of K (`which` 0) or V (1), with `head_dim` channels; 0 for all channels.
 
@@ -113,7 +108,7 @@ class SumOfParts(DqAccumulator):
         start, end = key_range.bounds(keys.shape[2])
         if grads is None:
             return jnp.pad(found, ((0, 0), (0, 0), (start, keys.shape[2] - end), (0, 0), (0, 0)))
-        return write_keys(found, grads, start)
+        return jax.lax.dynamic_update_slice_in_dim(grads, found, start, axis=2)
 
     def dq(self) -> Array:
         q = self._inputs.q

@@ -161,9 +161,10 @@ class MemoryEfficient(Kernel):
             dq_i, *carry = for_visits(tiles.lists, tuple(row), step, (zero, *carry))
             return tuple(carry), dq_i.astype(softmax.gradient_dtype(q))
 
-        sums = _zero_gradients(tiles)
+        parts = tiles.k, tiles.v, tiles.bias
+        zeros = tuple(None if x is None else jnp.zeros_like(x, jnp.float32) for x in parts)
         given = _stats_of_chunks(rows, tiles)
-        (dk, dv, dbias), dq = jax.lax.scan(query_chunk, sums, (*_rows(tiles), *given))
+        (dk, dv, dbias), dq = jax.lax.scan(query_chunk, zeros, (*_rows(tiles), *given))
         dk, dv = (softmax.merge_keys(join(x, 2, k.shape[1])) for x in (dk, dv))
         dq = softmax.merge_queries(join(dq, 3, q.shape[1]))
         return Grads(dq, dk, dv, _bias_like(dbias, inputs.bias))
@@ -181,7 +182,6 @@ def _rows(tiles: ChunkedInputs) -> tuple[Any, ...]:
 
 
 def _nothing_seen(q_i: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Start the online softmax: m = -inf, l = 0, O = 0."""
     # All three derive from q_i, so that in a `shard_map` they vary over the same mesh axes as q.
     row = jnp.zeros_like(q_i[..., 0], jnp.float32)
     acc = jnp.broadcast_to(row[..., None], (*row.shape, v.shape[-1]))
@@ -200,7 +200,6 @@ def _forward_step(
 
 
 def _stats_of_chunks(rows: Rows, tiles: ChunkedInputs) -> tuple[Array, ...]:
-    """Cut (lse, delta, dout) into chunks of queries."""
     kv_heads = tiles.k.shape[2]
     stats = (softmax.split_stats(x, kv_heads) for x in (rows.lse, rows.dlse))
     split = (softmax.split_queries(x, kv_heads) for x in (rows.out, rows.dout))
@@ -208,11 +207,6 @@ def _stats_of_chunks(rows: Rows, tiles: ChunkedInputs) -> tuple[Array, ...]:
     fills = (softmax.BIG_LSE, 0.0, 0.0)
     found = zip(softmax.row_gradient(*split, *stats), fills, strict=True)
     return tuple(cut(x, 3, tiles.q.shape[4], fill) for x, fill in found)
-
-
-def _zero_gradients(tiles: ChunkedInputs) -> tuple[Array, Array, Array | None]:
-    dk, dv = (jnp.zeros_like(x, jnp.float32) for x in (tiles.k, tiles.v))
-    return dk, dv, None if tiles.bias is None else jnp.zeros_like(tiles.bias, jnp.float32)
 
 
 def _backward_step(

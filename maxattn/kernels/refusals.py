@@ -11,10 +11,7 @@ USE_AUTO = "set attention: auto"
 
 
 def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reason | None:
-    """Refuse float32, head dims above a limit, and scales below 0.
-
-    `where` names the devices with this limit, if other devices have a larger limit.
-    """
+    """Refuse float32, head dims above the limit (of devices `where`), and scales below 0."""
     if call.dtype == "float32":
         rule = "it takes bfloat16 and float16, and the operands are float32"
         return Reason(who, "dtype float32", rule, f"cast q, k and v to bfloat16, or {USE_AUTO}")
@@ -29,10 +26,7 @@ def refuse_call(who: str, call: Call, head_limit: int, where: str = "") -> Reaso
 
 
 def refuse_mask(who: str, terms: Terms, rows: bool = False) -> Reason | None:
-    """Refuse masks other than a band with lengths or flags of keys.
-
-    With `rows`, the kernel also takes any one interval of keys per query.
-    """
+    """Refuse masks but a band, or with `rows` any interval, with lengths or flags of keys."""
     if terms.rest:
         kind = " and ".join(terms.rest[0].names())
         rule = f"it takes masks of positions and KeyPadding, and {kind} is neither"

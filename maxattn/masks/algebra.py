@@ -243,7 +243,8 @@ def _join(kind: type[And] | type[Or], args: list[Mask]) -> Mask:
     from maxattn.masks import rectangles
 
     kept = _without_absorbed(list(flat.values()), other)
-    if len(kept) > MOST_SPANS or rectangles.has_rectangles(kept):
+    terms = (x for m in kept for x in (m.arg if isinstance(m, Not) else m).terms())
+    if len(kept) > MOST_SPANS or any(isinstance(x, rectangles.Rectangles) for x in terms):
         kept = rectangles.folded(kind, kept)
     if len(kept) < 2:
         return kept[0] if kept else unit()
@@ -277,7 +278,6 @@ def _without_absorbed(masks: list[Mask], other: type[Mask]) -> list[Mask]:
 
 
 def _check_size(mask: Mask) -> None:
-    """Refuse a mask that joins too many masks, since each use evaluates all joined masks."""
     masks, levels = mask.extent
     if masks > MOST_MASKS or levels > MOST_LEVELS:
         found = f"{masks} masks, {levels} levels of & and |"

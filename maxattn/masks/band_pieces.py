@@ -46,11 +46,7 @@ class Piece(NamedTuple):
 
 
 def pieces(band: Band, shift: int, q_len: int, kv_len: int) -> tuple[Piece, ...]:
-    """Cut the pairs that a band allows into at most two rectangles.
-
-    `shift` is the first query's position minus the first key's position, plus `band.offset`; the
-    function does not add `band.offset` again.
-    """
+    """Cut the pairs that a band allows into at most two rectangles; `shift` has `band.offset`."""
     if band.is_full:
         return (Piece(0, q_len, 0, kv_len),)
     # Query i may attend to key j if low <= j - i <= high.
@@ -116,11 +112,7 @@ def run_pieces(
     compute: Callable[..., Any],
     *operands: Any,
 ) -> Any:
-    """Return `compute(pieces, *operands)` for the pieces of a band between local queries and keys.
-
-    `shift` is the position of the first query minus that of the first key. If it is traced, inside
-    `shard_map`, `over_shifts` selects the pieces when the program runs.
-    """
+    """Return `compute(pieces, *operands)`; if `shift` is traced, `over_shifts` selects pieces."""
     band = terms.band
     assert band is not None and not terms.rest, terms  # supports() refused it
     if band.is_full or not isinstance(shift, jax.Array):

@@ -122,7 +122,6 @@ def _sizes(block: int, length: int) -> np.ndarray:
 
 
 def _shape(block_q: int, block_kv: int, q_len: int, kv_len: int) -> tuple[int, int]:
-    """Return the numbers of blocks of queries and of blocks of keys."""
     for name, size in (("block_q", block_q), ("block_kv", block_kv)):
         if size < 1:
             rule, remedy = "a block must have at least one token", f"give {name} of 1 or more"

@@ -123,7 +123,6 @@ def _sampled(
 
 
 def _samples(cell: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sampled indexes of all cells, and where each cell's samples start among them."""
     step = -(-cell // SAMPLES)
     picked = [np.arange(start, min(start + cell, length), step) for start in range(0, length, cell)]
     return np.concatenate(picked), np.cumsum([0, *(len(p) for p in picked[:-1])])

@@ -131,7 +131,6 @@ class SegmentLengths(PositionMask):
 
 
 def _stepped(ends: _Ends, segments: int, pos: Any, xp: Any) -> Span:
-    """Return the interval of a query's keys by comparing with the end of every segment."""
     lo, hi = pos * 0, pos * 0 + int(ends.kv[1])
     for i in range(segments):
         past = pos >= int(ends.q[i])

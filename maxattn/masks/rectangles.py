@@ -191,9 +191,3 @@ def _corners_of(mask: Any) -> Sequence[Corner]:
     if isinstance(mask, Rectangles):
         return mask.corners
     return [(mask.q_start, mask.q_stop, mask.kv_start, mask.kv_stop)]
-
-
-def has_rectangles(parts: Sequence[Mask]) -> bool:
-    """Check whether one of the joined masks is, or has a term that is, a `Rectangles`."""
-    inner = (part.arg if isinstance(part, Not) else part for part in parts)
-    return any(isinstance(term, Rectangles) for part in inner for term in part.terms())

@@ -53,10 +53,7 @@ class RowRuns(NamedTuple):
 def row_runs(
     mask: Mask, q_len: int, kv_len: int, data: bool = True, cuts: int = 0
 ) -> Iterator[RowRuns]:
-    """Yield all query rows of a bound mask as runs; the caller cuts a run into up to `cuts` pieces.
-
-    Masks with arrays allow every key if `data`, else none.
-    """
+    """Yield all query rows of a bound mask as runs, each to be cut into up to `cuts` pieces."""
     blocks = mask.row_blocks()
     way = None if blocks is None else _way(blocks, q_len, cuts)
     if way is not None:

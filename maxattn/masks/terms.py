@@ -173,10 +173,7 @@ WORD = 32  # bits
 
 
 def packed_interval(mask: Mask, kv_len: int) -> tuple[bool, bool] | None:
-    """Return (has a lower end, has an upper end) if each query's keys are one interval.
-
-    Return None for other masks, or if both ends together do not fit one word of 32 bits.
-    """
+    """Return which ends (lower, upper) of one interval fit a word of 32 bits; None for others."""
     spans = mask.spans(np.zeros(1, np.int32), np, True)
     if len(spans) != 1:
         return None

@@ -34,10 +34,7 @@ def tile_kinds(
     q_offset: Offset,
     kv_offset: Offset,
 ) -> Kinds:
-    """Classify the tiles of a mask without arrays; the result is traced if an offset is traced.
-
-    With offsets, a tile whose kind is uncertain is MIXED.
-    """
+    """Classify the tiles of a mask without arrays; with offsets, an uncertain tile is MIXED."""
     if mask.is_full:  # known at any offset: kernels then need no tile lists in scalar memory
         return np.full((-(-q_len // block_q), -(-kv_len // block_kv)), FULL, np.int8)
     traced = isinstance(q_offset, jax.Array) or isinstance(kv_offset, jax.Array)
@@ -139,10 +136,7 @@ class Tiles:
 
 
 def of_ids(q: Array, kv: Array) -> TileBounds:
-    """Bound tiles by the ids of their queries and keys: [B, tiles, tokens].
-
-    If a query tile's range of ids does not overlap a key tile's range, no pair has equal ids.
-    """
+    """Bound tiles by ids [B, tiles, tokens]: tiles with disjoint ranges of ids have no pair."""
     q_low, q_high, q_one = (x[:, :, None] for x in _range(q))
     kv_low, kv_high, kv_one = (x[:, None, :] for x in _range(kv))
     meet = (q_low <= kv_high) & (kv_low <= q_high)

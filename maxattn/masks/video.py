@@ -242,7 +242,6 @@ class TeacherForcing(FrameMask):
         return (*self._clean(xp.where(noisy, start, end), end, xp), (own, own_end))
 
     def _clean(self, stop: Any, end: Any, xp: Any) -> tuple[Span, ...]:
-        """Return the clean frames before `stop` that the block ending before `end` may see."""
         tokens = self.tokens_per_frame
         if self.sees_all_past:
             return self._dealt((end * 0, stop * tokens), self.shards, xp)

@@ -175,10 +175,7 @@ class AttentionBase(nnx.Module):
     def _prepare(
         self, batch: int, q_len: int, keys: Any, mask: Any = None, bias: Any = None
     ) -> Prepared:
-        """Check the shapes of a call and bind its mask, before anything is projected.
-
-        `keys` are states [B, S, C] to project to keys and values, or a pair (keys, values).
-        """
+        """Check a call's shapes and bind its mask; `keys` are states, or (keys, values)."""
 
         def shape(length: int, heads: int, dim: int) -> Any:
             # The dtype is known once the projections have run: `_run_attention` sets it.
@@ -225,7 +222,6 @@ class AttentionBase(nnx.Module):
         return Projection(linear, name, heads, norm, rotary, letters, how)
 
     def _noted(self, prepared: Prepared, to: Projection) -> Prepared:
-        """Add the decision about norm and rotary embedding to the plan."""
         notes = (to.how.note,) if to.how.note else ()
         return prepared._replace(notes=notes, rotary=to.rotary)
 

@@ -156,11 +156,7 @@ def rank_3(name: str, x: Any) -> None:
 
 
 def states(name: str, x: Any, width: int, width_name: str, batch: int | None = None) -> None:
-    """Refuse hidden states that do not fit the projections.
-
-    `width_name` is the argument of the constructor that set the channels, `width`. `batch` is that
-    of hidden_states, or None if x is hidden_states itself.
-    """
+    """Refuse states without `batch` rows, or without the channels that `width_name` set."""
     rank_3(name, x)
     check_not_torch(name, dtype := str(x.dtype))
     if dtype not in DTYPES:

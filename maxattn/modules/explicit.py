@@ -23,11 +23,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def over_explicit_axes(out_specs: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Decorate a module's method so that it runs on a mesh with Explicit axes too.
-
-    `out_specs` is a function of the method's arguments. It returns the sharding of the results as a
-    tree of `PartitionSpec`.
-    """
+    """Decorate a method to run on Explicit axes too; `out_specs` maps its arguments to specs."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)

@@ -59,10 +59,7 @@ def turn(
     key: Float[Array, "B S K H"],
     batch: tuple[int, ...],
 ) -> tuple[Array, Array]:
-    """Rotate queries and keys by their positions, by default 0, 1, 2, ...
-
-    Positions are [T], or broadcast to [*batch, T]; the axes `batch` were folded into B.
-    """
+    """Rotate queries and keys by positions, [T] or [*batch, T] folded into B; default 0, 1, ..."""
     if rope is None:
         if positions is not None:
             rule = "this attention_fn has no rotary embedding that could use positions"

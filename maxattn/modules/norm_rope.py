@@ -127,10 +127,7 @@ def norm_rotary(
     mesh: Any = None,
     letters: str = "BTNH",
 ) -> Float[Array, "B T N H"]:
-    """Add the bias to projected queries or keys, normalise and rotate them, in one kernel.
-
-    `bias` is None if x contains the projection's bias; other arguments are those of `decide`.
-    """
+    """Add the bias (None if x has it), normalise and rotate, in one kernel; see `decide`."""
     assert how.work is not None
     (b, t, _), head_dim, shape = x.shape, how.work.head_dim, sharding.mesh_shape(mesh)
     vectors = {"bias": bias, "scale": None if norm is None else scale_of(norm)}
@@ -193,7 +190,6 @@ def _on_shard_jvp(how: NormRope, primals: Any, tangents: Any) -> Any:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(how: NormRope, *operands: Any) -> tuple[Array, Vectors]:
-    """Return the gradients of x and of the vectors, by a TPU's kernel."""
     assert how.work is not None
     x, vectors, tables, dy = operands
     return norm_rope_tpu.backward(how.work, x, vectors, tables, dy, how.interpret)

@@ -146,9 +146,6 @@ def backward(
     return dx.reshape(x.shape), of_vectors
 
 
-# ---- operands ------------------------------------------------------------------------------------
-
-
 def _operands(work: RowWork, vectors: Vectors, tables: Tables) -> dict[str, Array]:
     """Return the vectors as [1, N*H], and the tables as [B or 1, T, channels of a chunk]."""
     found = {

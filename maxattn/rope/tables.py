@@ -195,7 +195,6 @@ def rope_3d(
 def _of_traced_frames(
     head_dim: int, numbers: Array, sides: tuple[int, int], theta: float, style: str
 ) -> Rotary:
-    """Make the rotary table of frames whose numbers are traced."""
     channels, _, _ = split_3d(head_dim)
     frequencies = _angles(np.ones(()), channels, _checked_theta(theta))
     still = rope_3d(head_dim, 1, *sides, theta, style=style)  # the table of frame 0

@@ -20,10 +20,7 @@ from maxattn.sharding.axes import LETTERS
 
 
 def explicit_mesh(*operands: Any) -> Any:
-    """Return the first mesh with Explicit axes: the surrounding one, or an operand's; else None.
-
-    For traced operands, the mesh is an `AbstractMesh`.
-    """
+    """Return the surrounding mesh with Explicit axes, else an operand's (abstract if traced)."""
     arrays = (x for x in jax.tree.leaves(operands) if isinstance(x, jax.Array))
     meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
     return next((mesh for mesh in meshes if axis_names_of_type(mesh, AxisType.Explicit)), None)
@@ -37,10 +34,7 @@ def program_mesh(mesh: Any = None) -> Any:
 
 @contextmanager
 def inside_auto_axes() -> Iterator[None]:
-    """Make Explicit axes of a surrounding `jax.set_mesh` Auto in a `with` block outside `jit`.
-
-    Operations inside the `with` need no shardings.
-    """
+    """Make Explicit axes of a surrounding `jax.set_mesh` Auto in a `with` outside `jit`."""
     around = jax.sharding.get_mesh()
     with jax.set_mesh(with_auto_axes(around)) if explicit_mesh() is not None else nullcontext():
         yield
@@ -53,10 +47,7 @@ def spec_of_type(x: Any) -> PartitionSpec:
 
 
 def over_auto_axes(f: Callable[..., Any], mesh: Any, out_specs: Any) -> Callable[..., Any]:
-    """Wrap `f`: a mesh's Explicit axes are made Auto in it, and `out_specs` split its results.
-
-    The mesh is the result of `explicit_mesh`; if it is None, `f` is returned.
-    """
+    """Wrap `f`: a mesh's Explicit axes are made Auto in it, and `out_specs` split its results."""
     if mesh is None:
         return f
     axes = tuple(sorted(axis_names_of_type(mesh, AxisType.Explicit)))

@@ -75,7 +75,6 @@ def check_names(mesh: Any) -> None:
 
 
 def _check_count(sizes: Mapping[str, int]) -> None:
-    """Refuse more devices than any machine has, before work is done for each of them."""
     count, ranks = prod(sizes.values()), sizes.get("context", 1)
     if count <= MOST_DEVICES and ranks <= MOST_RANKS:
         return
@@ -105,10 +104,7 @@ def surrounding_manual_axes() -> frozenset[str]:
 
 
 def usable_mesh(mesh: Any, operand: Any = None) -> Any:
-    """Return the mesh to map over: `mesh`, else the surrounding mesh, else the mesh of q's type.
-
-    False gives no mesh, even if there is a surrounding mesh.
-    """
+    """Return `mesh` (False: none), else the surrounding mesh, else the mesh of q's type."""
     if mesh is False:
         return None
     around = ambient_mesh()
@@ -129,10 +125,7 @@ def usable_mesh(mesh: Any, operand: Any = None) -> Any:
 
 
 def check_devices(mesh: Any, q: Any) -> None:
-    """Refuse a mesh whose devices differ from those of q, or an `AbstractMesh` if q is on no mesh.
-
-    A traced q shows whether it is on a mesh, but not on which devices.
-    """
+    """Refuse a mesh whose devices differ from q's, or an `AbstractMesh` if q is on no mesh."""
     if not mesh_shape(mesh):
         return
     if ambient_mesh() is None and isinstance(mesh, AbstractMesh):

@@ -67,10 +67,7 @@ def on_axes(*axes: str | None, dims: tuple[int, ...] | None = None) -> dict[str,
 
 
 def parameter_spec(names: Sequence[Any] | None, dims: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Return a parameter's spec without axes that the mesh lacks or cannot split evenly.
-
-    An entry of `names` is a mesh axis, a tuple of mesh axes, or None.
-    """
+    """Return a parameter's spec without axes that the mesh lacks or cannot split evenly."""
     sizes = dict(mesh_shape(mesh))
 
     def entry(name: Any, dim: int) -> Any:

@@ -58,10 +58,7 @@ def on_shards(
     in_specs: Any,
     out_specs: Any,
 ) -> Any:
-    """Pad operands with zeros to whole shards, and run `f` on each device's shards.
-
-    `letters` is a tree like `operands`, with the letters of each array's axes, such as "BTNH".
-    """
+    """Run `f` on each device's zero-padded shards; `letters` names the axes of each operand."""
 
     def pad(x: jax.Array, letters: str) -> jax.Array:
         for axis, letter in enumerate(letters):

@@ -189,7 +189,6 @@ def _nan_unless(fits: Array, new: Any) -> Any:
 def _write(
     layer: CacheLayer, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], mesh: Any
 ) -> KVCache:
-    """Return the cache with a block's keys and values in its slots."""
     cache = layer.cache
     layout, kept = cache.layout, {frame: frame for frame in range(cache.own)}
     is_first = cache.stage == "empty"

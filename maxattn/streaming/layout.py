@@ -66,10 +66,7 @@ class CacheLayout:
         return self.positions == "absolute"
 
     def places(self, end: Int[Array, "..."]) -> Int[Array, "... F"]:
-        """Return for each slot the index of its frame in the window, in the order of frames.
-
-        `end` is the frame after the last one written: a number, or one for each batch row.
-        """
+        """Return the place in the window of each slot's frame; `end` is after the last frame."""
         end, ring = jnp.asarray(end)[..., None], self.frames - self.sink
         slot = jnp.arange(self.frames).reshape((1,) * (end.ndim - 1) + (-1,))
         oldest = (end - self.sink) % ring
@@ -115,11 +112,7 @@ class CacheLayout:
         return self.stream.tokens_per_frame // self.token_ways
 
     def spec(self, letters: str) -> PartitionSpec:
-        """Return the sharding of an array, by the letters of its axes.
-
-        B is the batch, F the tokens of frames or slots, N and K are heads; axes of other letters
-        are replicated.
-        """
+        """Return an array's sharding by its axes' letters; F has the tokens of frames or slots."""
         axes = dict(zip(letters, spec_of(letters, self.mesh), strict=True))
         context = ("context",) if self.ranks > 1 else ()
         heads = tuple(a for a in ("tensor",) if a in dict(self.mesh))

@@ -118,7 +118,6 @@ class StreamCosts:
             yield StreamStage("full cache", (full, last), (call.kv_len, call.kv_len), call, ())
 
     def _reading(self, is_full: bool) -> Call:
-        """Return one device's call over its shard of the cache."""
         layout, model = self.layout, self.model
         batch, heads = self._local_batch, model.heads // layout.head_ways
         q_len = layout.stream.frames_per_block * layout.stream.tokens_per_frame
@@ -164,10 +163,7 @@ class Predicted(NamedTuple):
 
 
 def forward_time(plan: Plan, config: AttentionConfig) -> Predicted | None:
-    """Return the time of a plan's forward: measured by `maxattn tune`, else estimated.
-
-    Return None if no time is known, and on a mesh, where transfers and compute overlap.
-    """
+    """Return the measured, else the estimated time of a forward; None if unknown, or on a mesh."""
     if plan.mesh:
         return None
     kernel, call, target = plan.kernel.for_inference(), plan.padded_call, plan.target

@@ -134,10 +134,7 @@ def cache_path() -> Path:
 
 
 def table_of(device_kind: str, packages: tuple[tuple[str, str], ...]) -> tuple[Tuned, ...]:
-    """Return the fastest sizes for a device kind and these versions; none if not tuned.
-
-    Damaged measurements are left out, with a warning of the logger `maxattn`, once.
-    """
+    """Return a device kind's fastest sizes for these versions; damaged ones are warned of once."""
     state = cache_state()
     return () if state is None else _table(state, device_kind, packages)
 
@@ -183,11 +180,7 @@ def winners(
     packages: tuple[tuple[str, str], ...],
     source: str,
 ) -> tuple[Tuned, ...]:
-    """Choose the fastest sizes of each kernel and call.
-
-    Times of forward and backward together precede times of the forward; measured times precede
-    estimated ones.
-    """
+    """Choose the fastest sizes of each call: training before forward, measured before estimated."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for m in (m for m in measurements if is_of_sizes(m)):
         if m["device_kind"] == device_kind and m["versions"] == versions_of(m["kernel"], packages):

@@ -147,21 +147,16 @@ def _times(state: State, device_kind: str) -> tuple[CallTimes, ...]:
 def call_times(measurement: Mapping[str, Any], source: str) -> CallTimes:
     """Read a sound measurement of kernels."""
     of = measurement
-    forward, backward = (_rounds(of[key]) for key in ("forward_ms", "backward_ms"))
-    versions, failed = _packages(of["versions"]), tuple(of["failed"].items())
-    rest = forward, backward, failed, of["data"], source
+    forward, backward = (
+        tuple((name, tuple(map(float, ms))) for name, ms in of[key].items())
+        for key in ("forward_ms", "backward_ms")
+    )
+    pairs = (part.partition(" ") for part in of["versions"].split(", ") if part)
+    versions = tuple((name, version) for name, _, version in pairs)
+    rest = forward, backward, tuple(of["failed"].items()), of["data"], source
     return CallTimes(of["call"], of["settings"], versions, *rest)
-
-
-def _rounds(times: Mapping[str, list[float]]) -> Rounds:
-    return tuple((name, tuple(map(float, ms))) for name, ms in times.items())
 
 
 def versions_text(packages: tuple[tuple[str, str], ...]) -> str:
     """Return as text the versions that kernel times depend on."""
     return ", ".join(f"{name} {version}" for name, version in packages)
-
-
-def _packages(text: str) -> tuple[tuple[str, str], ...]:
-    pairs = (part.partition(" ") for part in text.split(", ") if part)
-    return tuple((name, version) for name, _, version in pairs)

@@ -219,7 +219,6 @@ def rounded(entry: Entry, numbers: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _largest(tensor: np.ndarray) -> np.ndarray:
-    """Return the largest finite magnitude, in the dtype of the tensor."""
     if not tensor.size:
         return np.zeros((), tensor.dtype)
     with np.errstate(invalid="ignore"):  # a bfloat16 NaN

@@ -190,7 +190,6 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _places(path: Path) -> dict[str, OpenFile]:
-    """Map each tensor's name to its open file."""
     if path.suffix != ".json":
         file = OpenFile(path)
         return dict.fromkeys(file.opened.keys(), file)

@@ -54,10 +54,7 @@ class ModuleNames:
 
 
 def names_of(module: nnx.Module, table: Any = None) -> ModuleNames:
-    """List the names of parameters and layers of a module, with or without arrays.
-
-    `table` is a user's table of names, which go before all others; None is none.
-    """
+    """List a module's parameters and layers; names of a user's `table` go before all others."""
     every = {entry.name: entry for entry in entries(module)}
     kernels = {entry.owner: entry for entry in every.values() if _is_kernel(module, entry)}
     whole = grouped((place, entry) for entry in kernels.values() for place in entry.fused)

@@ -108,10 +108,7 @@ def check_diffusers(
 def _fitting(
     module: nnx.Module, tensors: Any, strict: bool, prefix: str
 ) -> tuple[Loaded, Mapping[str, Any], dict[Any, list[Entry]]]:
-    """Return the unmatched names, the tensors by diffusers' names, and each parameter's tensors.
-
-    Tensors that do not fit are refused.
-    """
+    """Return the unmatched names, the tensors by diffusers' names, and each parameter's tensors."""
     checks.prefix(prefix)
     wanted = entries(module, prefix)
     held = unfused(in_our_names(checks.tensors(tensors), wanted, prefix), wanted)
@@ -238,7 +235,6 @@ def _others_on(mesh: jax.sharding.Mesh, module: nnx.Module, loaded: Collection[A
 def _slice(
     parts: list[Entry], held: Mapping[str, Any], dtype: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Return one device's shard of a parameter."""
     if parts[0].layer is None:
         return _piece(parts[0], held, index, dtype)
     layers = range(len(parts))[index[0]]

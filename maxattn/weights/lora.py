@@ -363,7 +363,6 @@ def _check_sum(module: nnx.Module, entry: Entry, change: LoraChange) -> None:
 
 
 def _add(module: nnx.Module, entry: Entry, change: LoraChange) -> None:
-    """Add a change to a parameter, or to one layer of a stacked parameter."""
     variable, old = variable_at(module, entry.path), jnp.asarray(checks.value_at(module, entry))
     if entry.layer is None:
         variable.set_value(_sum(old, entry, change))

@@ -71,10 +71,7 @@ class LoraLayer(NamedTuple):
 def layers_of(
     names: Iterable[str], prefix: str, module: ModuleNames, strict: bool
 ) -> tuple[dict[str, LoraLayer], list[str]]:
-    """Group tensors by the module's layers; list names of layers that the module lacks.
-
-    If not `strict`, also list names that are not LoRA's, with the layers to which they belong.
-    """
+    """Group tensors by layer; list layers that the module lacks, and names that are not LoRA's."""
     parts: dict[str, dict[str, str]] = {}
     unknown: list[str] = []
     for name in names:
@@ -130,7 +127,6 @@ def layer_of(name: str) -> str | None:
 
 
 def _has_all(layer: str, tensors: Mapping[str, str], module: ModuleNames) -> bool:
-    """Check whether the module has every parameter that these tensors change."""
     changed = [end for kind, end in DIFFERENCES.items() if kind in tensors]
     has_kernel = layer in module.kernels or "down" not in tensors
     return has_kernel and all(module.parameter(layer, end) for end in changed)
@@ -254,10 +250,7 @@ def log_part(prefix: str, held: Mapping[str, Any]) -> None:
 def remedy(
     unknown: list[str], prefix: str, names: list[str], module: ModuleNames, known: int
 ) -> str:
-    """Return the remedy for a file with `unknown` layers, which the module lacks.
-
-    If layers are `known`, or only one is unknown, a name may be misspelt.
-    """
+    """Return the remedy for `unknown` layers; if others are `known`, a name may be misspelt."""
     layer = next((layer for layer in unknown if not layer.startswith(TEXT)), None)
     if layer is None:
         return "pass the LoRA of this module; these weights are for a text encoder"
@@ -283,10 +276,7 @@ def remedy(
 
 
 def _ranges(unknown: list[str], prefix: str, names: list[str], module: ModuleNames) -> str:
-    """Compare the numbers of a file's blocks with the module's, if the module lacks some.
-
-    Returns "the file has blocks 0 to 39, and the module blocks 0 to 29", "" for other layers.
-    """
+    """Return "the file has blocks 0 to 39, and the module blocks 0 to 29", "" for other layers."""
     numberless = {_numberless(name) for name in module.layers}
     ours = cache(lambda stem: _numbers(stem, module.layers))
     for layer, end in ((x, end) for x in unknown for end in (0, *_ends(x))):

@@ -174,7 +174,6 @@ def _z_image() -> dict[str, str | tuple[str, ...]]:
 
 
 def _ltx2() -> dict[str, str | tuple[str, ...]]:
-    """Return the names of LTX-2's own code."""
     adaptive = {
         "adaln_single": "time_embed",
         "audio_adaln_single": "audio_time_embed",

@@ -144,10 +144,7 @@ def _write_beside(
 def _switch(
     path: Path, files: list[str], index: Mapping[str, Any], ending: str, *, covered: bool
 ) -> None:
-    """Rename the new files and the index.
-
-    If the old index names the same files (`covered`), a temporary index names the new ones first.
-    """
+    """Rename files and index; a temporary index goes first if the old one is `covered`."""
     for_copies = own_ending()
     if covered:
         where = {tensor: f"{file}{ending}" for tensor, file in index["weight_map"].items()}

@@ -142,11 +142,7 @@ class Estimate(NamedTuple):
 def ranked(
     costs: Costs, call: Call, kernel: KernelKind, target: Target, training: bool, fused: bool
 ) -> tuple[Estimate, ...]:
-    """Rank legal sizes by the slow end of their time, with one entry per forward tile.
-
-    `costs` are the step costs for the target's kernel, head dim and dtype. The time is of forward
-    and backward if `training`, else of the forward; `fused` is the form of the backward.
-    """
+    """Rank legal sizes by the slow end of their times, with one entry per forward tile."""
 
     def fastest(kind: Kind, forward: Tile) -> Tile | None:
         """Return the fastest tile of a backward kernel that is legal beside a forward's tile."""

@@ -46,10 +46,7 @@ def not_priced(call: Call) -> str:
 
 @lru_cache(maxsize=4096)
 def step_grid(kind: Kind, tile: Tile, call: Call, kernel: KernelKind) -> StepGrid | None:
-    """Return the grid of a kernel for a call.
-
-    Return None if one tile has all queries or all keys, since such a grid has another schedule.
-    """
+    """Return a kernel's grid; None if one tile has all queries or keys: another schedule."""
     heads, by_key = call.batch * call.heads, kind in ("dkv", "fused")
     rows, columns = -(-call.q_len // tile[0]), -(-call.kv_len // tile[1])
     if min(rows, columns) < 2:

@@ -94,7 +94,6 @@ def _one_way_or_both(
 
 
 def _rule_against_both(ring: Ring, call: Call, target: Target) -> str:
-    """Return the rule that a ring in both directions would break, or ""."""
     n, both = ring.ring_size, f"{KEY}=both_ways"
     if target.platform == "gpu":
         return f"{both} is for links between neighbours, and each GPU reaches all others directly"

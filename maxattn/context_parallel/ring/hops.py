@@ -188,7 +188,6 @@ class RingPass:
         return self.order.from_zigzag(found, 2) if self.has_bias_rows else sum(found[1:], found[0])
 
     def _bias_and_mask(self, hop: int, piece: Piece, start: Any) -> tuple[Bias, Mask]:
-        """Return the bias and the mask of a piece, whose keys begin at `start`."""
         i, j = piece
         mask, bias = self.masks[i], self.biases[i]
         if self.untested[:, hop, i, j].all():
@@ -225,11 +224,7 @@ def unseen(queries: Array, value_dim: int) -> Result:
 def hop_collectives(
     sends: int, block: int, home: tuple[int, int], arrays: int
 ) -> tuple[Collective, ...]:
-    """List the hops of K and V, forward and backward, and of their gradients.
-
-    Each of the `sends` hops of K and V sends `block` bytes in `arrays` arrays; `home` is (hops of
-    dK and dV, bytes of each).
-    """
+    """List `sends` hops of K and V in `arrays` arrays; `home` is (hops, bytes) of dK and dV."""
     hops, grads = home
     made = (
         ("K,V", "forward", sends * block, sends),

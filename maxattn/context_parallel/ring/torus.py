@@ -55,10 +55,7 @@ class TorusSchedule:
         return ()
 
     def collectives(self, hop: Call, sends: int, chunks_per_rank: int) -> tuple[Collective, ...]:
-        """List the hops after the first; float32 gradients need one more, to the keys' owner.
-
-        `hop` is the call of one, `sends` is their number.
-        """
+        """List the hops after the first; float32 gradients need one more, to the keys' owner."""
         block, grads = kv_bytes(hop, itemsize(hop.dtype)), kv_bytes(hop, FLOAT)
         arrays = 2 * chunks_per_rank * self.directions
         return hop_collectives(sends, block, (sends + 1, grads), arrays)

@@ -86,10 +86,7 @@ class ChunkLayout:
         return np.cumsum(change, axis=1, out=change)[:, :-1]
 
     def slowest(self, mask: Mask, q_len: int, kv_len: int) -> tuple[np.ndarray, float]:
-        """Return the pairs of the slowest rank in each hop, and the pairs of all ranks and hops.
-
-        Beyond `MOST_WEIGHED` ranks, neighbouring ranks are counted together.
-        """
+        """Return the pairs of the slowest rank in each hop, and the pairs of all ranks and hops."""
         n = self.ring_size
         if mask.is_full:
             return np.full(n, q_len * kv_len / n**2), q_len * kv_len
@@ -120,10 +117,7 @@ def joined(terms: Iterable[Mask]) -> Mask:
 
 @dataclass(frozen=True)
 class ChunkOrder:
-    """Move shards between the contiguous order and a layout's chunks.
-
-    A rank is `group` neighbouring devices; `rank` is the rank of this device, traced.
-    """
+    """Move shards between the contiguous order and a layout's chunks, on the traced `rank`."""
 
     layout: ChunkLayout
     group: int

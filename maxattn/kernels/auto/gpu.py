@@ -50,10 +50,7 @@ BIAS = (
 
 
 def candidates(call: Call, target: Target) -> Iterator[tuple[str, str]]:
-    """Yield the kernels to try, in order; "a/b" is the forward of a and the backward of b.
-
-    Kernels that refuse the call are left out, except the first: a plan prints why it cannot run.
-    """
+    """Yield the kernels that take a call, in order; the first even if not: a plan prints why."""
     names = _on_hopper(call) if target.device.is_a("hopper") else _elsewhere(call, target)
     if call.bias is not None:
         names = tuple((name, BIAS) for name in ("cudnn", "cudnn_flash_te", "flash"))
@@ -77,19 +74,16 @@ def _on_hopper(call: Call) -> Candidates:
     usual = ("flash", FLASH), *others
     rows, scores = as_batch_rows(call), scores_of(call)
     is_wide = max(rows.head_dim, rows.value_dim) > WIDE_HEADS and rows.heads == rows.kv_heads
-    if is_wide and min(rows.q_len, rows.kv_len) >= LONG and not _has_lists(rows):
+    # With more than a band and lengths, flash reads lists of tiles.
+    of_pairs = [term for term in rows.mask.terms() if not (term.is_full or term.is_of_keys)]
+    has_lists = len(of_pairs) > 1 or any(x.has_data or x.band() is None for x in of_pairs)
+    if is_wide and min(rows.q_len, rows.kv_len) >= LONG and not has_lists:
         te = "flash/cudnn_flash_te", WIDE.format("TransformerEngine", "0.86")
         return te, ("flash/cudnn", WIDE.format("cuDNN", "0.88")), *usual
     is_short = max(rows.q_len, rows.kv_len) <= SHORT and scores <= FEW_SCORES
     if is_short and call.mask.has_ids:
         return ("dot_product/flash", DENSE), *usual
     return usual
-
-
-def _has_lists(call: Call) -> bool:
-    """Check whether a mask is more than a band and lengths, so that flash reads lists of tiles."""
-    of_pairs = [term for term in call.mask.terms() if not (term.is_full or term.is_of_keys)]
-    return any(term.has_data or term.band() is None for term in of_pairs) or len(of_pairs) > 1
 
 
 def _elsewhere(call: Call, target: Target) -> Candidates:

@@ -49,10 +49,7 @@ class _Passes(NamedTuple):
 
 
 def tiled_kernels(call: Call, target: Target) -> tuple[tuple[str, ...], str]:
-    """Return a TPU's tiled kernels in the order to try, and the estimates as the plan's reason.
-
-    Forward and backward are chosen separately: "a/b" is the forward of a and the backward of b.
-    """
+    """Return a TPU's tiled kernels in the order to try, and the estimates as the plan's reason."""
     flash = _passes("flash", call, target)
     others = [one for name in OTHERS if (one := _passes(name, call, target))]
     if KERNELS[FEW_KEYS].supports(call, target) is None:
@@ -93,10 +90,7 @@ def _few_keys_first(
 
 
 def seconds_taken(names: str, call: Call, target: Target, training: bool) -> Seconds | None:
-    """Return the estimated time of a kernel, or of a pair "a/b"; None if there is no estimate.
-
-    `call` is local, in the dtype that the kernels compute in; `training` adds the backward.
-    """
+    """Return the estimated time of a kernel, or of a pair "a/b"; None if there is no estimate."""
     first, *second = (cast(KernelKind, name) for name in names.split("/"))
     if not (second and training):
         alone = estimated_sizes(first, call, target, training)

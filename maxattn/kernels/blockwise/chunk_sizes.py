@@ -24,13 +24,8 @@ def choose_chunks(call: Call, query_chunk: int | None, key_chunk: int | None) ->
         period = call.mask.period()
         queries = keys = SPARSE_CHUNK
         if period is not None:
-            queries = keys = largest_divisor(period, LARGEST_PERIOD_CHUNK, LEAST_QUERY_CHUNK)
+            sizes = range(min(period, LARGEST_PERIOD_CHUNK), LEAST_QUERY_CHUNK - 1, -1)
+            queries = keys = next((n for n in sizes if period % n == 0), SPARSE_CHUNK)
     elif call.mask.bounds_tiles:
         keys = min(max(call.kv_len // PADDED_KEYS, LEAST_QUERY_CHUNK), LARGEST_PADDED_CHUNK)
     return min(query_chunk or queries, call.q_len), min(key_chunk or keys, call.kv_len)
-
-
-def largest_divisor(n: int, most: int, least: int) -> int:
-    """Return the largest divisor of n within [least, most], or `SPARSE_CHUNK` if it has none."""
-    fits = (d for d in range(min(n, most), least - 1, -1) if n % d == 0)
-    return next(fits, SPARSE_CHUNK)

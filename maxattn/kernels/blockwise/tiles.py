@@ -78,10 +78,7 @@ class ChunkedInputs:
         return self.kv_len % self.k.shape[3] != 0
 
     def scores(self, i: Any, q_i: Array, j: Any, mixed: Any) -> Array:
-        """Compute the masked scores [B, K, G, bq, bk] of query chunk i and key chunk j.
-
-        If `mixed`, the mask is evaluated; else every pair of the two chunks is allowed.
-        """
+        """Compute the scores [B, K, G, bq, bk] of chunks i and j, and mask them if `mixed`."""
         given = self.bias, self.level
         bias, level = (None if x is None else self.bias_tile(x, i, j) for x in given)
         s = softmax.scores(q_i, self.k[j], self.scale, bias, level, None)
@@ -132,10 +129,7 @@ def _whole_chunks(x: Bias, inputs: Inputs, bq: int, bk: int, fill: float) -> Arr
 
 
 def for_visits(lists: Visits, row: tuple[Any, ...], step: Any, carry: Any) -> Any:
-    """Fold `step(j, mixed, carry)` over the key chunks that a query chunk visits.
-
-    `row` is the query chunk's (index, mixed, count). If every count is 1, no loop is made.
-    """
+    """Fold `step(j, mixed, carry)` over the key chunks of a row (index, mixed, count)."""
     index, mixed, count = row
     if lists.static and (lists.count == 1).all():
         return step(index[0], mixed[0], carry)

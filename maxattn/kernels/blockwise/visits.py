@@ -12,17 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from maxattn.masks import EMPTY, MIXED, Mask
 from maxattn.masks.tile_kinds import kinds_by_arrays, tile_kinds
 
 
 class Visits(NamedTuple):
-    """The key chunks that each query chunk visits.
-
-    Query chunk i visits key chunks `index[i, :count[i]]`; if `mixed`, the mask is evaluated.
-    """
+    """Query chunk i visits key chunks `index[i, :count[i]]`; if `mixed`, the mask is evaluated."""
 
     index: Any  # [query chunks, most visits] int32
     mixed: Any  # [query chunks, most visits] bool
@@ -48,7 +44,9 @@ def visits(
         q_offset = kv_offset = 0
     sizes = (block_q, block_kv), (q_len, kv_len), (q_offset, kv_offset)
     if mask.bounds_tiles and kv_len > block_kv:  # a single key chunk cannot be left out
-        kinds = _of_all_rows(kinds_by_arrays(mask, *sizes))
+        by_row = kinds_by_arrays(mask, *sizes)
+        # EMPTY or FULL if all batch rows agree, else MIXED.
+        kinds = jnp.where((by_row == by_row[:1]).all(axis=0), by_row[0], MIXED)
     else:
         kinds = tile_kinds(mask, *sizes[0], *sizes[1], *sizes[2])
     traced = isinstance(kinds, jax.Array)
@@ -59,9 +57,3 @@ def visits(
     most = order.shape[1] if traced else max(1, int(count.max()))
     index = order[:, :most]
     return Visits(index, xp.take_along_axis(kinds == MIXED, index, axis=1), count)
-
-
-def _of_all_rows(kinds: Array) -> Array:
-    """Merge the batch rows' kinds: EMPTY or FULL if all batch rows agree, else MIXED."""
-    alike = (kinds == kinds[:1]).all(axis=0)
-    return jnp.where(alike, kinds[0], MIXED)

@@ -90,11 +90,7 @@ def with_one_head_dim(call: Call) -> Call:
 
 
 def padding_text(call: Call) -> str:
-    """Return text that names the heads that are padded, and their padded size.
-
-    >>> padding_text(Call(1, 8, 8, 1, 1, 128, value_head_dim=64))
-    'values of 64 padded to 128'
-    """
+    """Return text such as "values of 64 padded to 128"."""
     h, v = call.head_dim, call.value_dim
     return f"values of {v} padded to {h}" if v < h else f"queries and keys of {h} padded to {v}"
 

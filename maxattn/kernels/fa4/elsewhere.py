@@ -60,10 +60,7 @@ def forward(p: Problem, inputs: Inputs, scale: float) -> Result:
 
 
 def backward(p: Problem, inputs: Inputs, rows: Rows, scale: float, lse_gradient: bool) -> Grads:
-    """Return (dq, dk, dv) from a given output and LSE.
-
-    Heads are padded to a head dim that the library has a backward for.
-    """
+    """Return (dq, dk, dv), with heads padded to a head dim that the library has a backward for."""
     width = inputs.q.shape[3]
     q, k, v = (widened(x, kernel_width(width)) for x in (inputs.q, inputs.k, inputs.v))
     inputs, rows = inputs.replace(q=q, k=k, v=v), padded_rows(rows, q)
@@ -139,10 +136,7 @@ def _piece(found: tuple[Piece, ...], t: int, s: int) -> Piece:
 
 
 def _trimmed(p: Piece) -> View:
-    """Leave out the last keys that no query sees, and the last queries that see no key.
-
-    Neither side of the window is negative in the result.
-    """
+    """Cut last keys that no query sees and last queries that see no key: no side is negative."""
     t, s = p.q1 - p.q0, p.k1 - p.k0
     if p.right is not None:
         s = min(s, t + p.right)

@@ -89,10 +89,7 @@ class Fa4(Kernel):
         return f"flash (FlashAttention-4, fa4-jax {self.version})"
 
     def problem(self, call: Call) -> Problem:
-        """Return the problem of a call.
-
-        A sharded band is of kind `known`, since `_over_shifts` computes it in cases.
-        """
+        """Return a call's problem; a sharded band is `known`: `_over_shifts` computes its cases."""
         terms, lengths = sort_terms(call.mask), (call.q_len, call.kv_len)
         is_case = not terms.rest and terms.band is not None and fits_shards(terms, *lengths)
         return of_call(call, self.sms, self.sharded and not is_case)
@@ -123,9 +120,6 @@ class Fa4(Kernel):
     # What both passes launch, for padded heads, with the keys that flags mark as real at the front.
     launch_forward: ClassVar[Callable[..., Result]]
     launch_backward: ClassVar[Callable[..., Grads]]
-
-
-# ---- Hopper --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -205,9 +199,6 @@ def _sum_shared(grad: Float[Array, "B S N H"], group: int) -> Float[Array, "B S 
     return grad.astype(jnp.float32).reshape(b, s, n // group, group, h).sum(3)
 
 
-# ---- other GPUs ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LibraryFa4(Fa4):
     """Let fa4-jax launch its kernels, on GPUs other than Hopper."""
@@ -270,7 +261,6 @@ def _refuse_source(target: Target) -> Reason | None:
 
 
 def _refuse(call: Call, target: Target) -> Reason | None:
-    """Refuse float32, large head dims, long sums and masks that are arrays of pairs."""
     terms = sort_terms(call.mask)
     reason = refuse_operands(call, target.device) or refuse_length(call, terms)
     if reason is not None or call.bias is not None or refuse_mask("flash", terms) is None:

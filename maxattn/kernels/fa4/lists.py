@@ -95,10 +95,7 @@ def _test(p: Problem, positions: Any, at: Any) -> tuple[PairTest, tuple[Array, .
 
 
 def intervals(positions: Any, p: Problem, at: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return the intervals of local keys that each query sees, as starts and ends [M, T].
-
-    Both are numpy arrays if the offsets `at` of queries and keys are known when tracing.
-    """
+    """Return the starts and ends [M, T] of each query's local keys; numpy if `at` is known."""
     xp: Any = jnp if any(isinstance(x, jax.Array) for x in at) else np
     found = positions.intervals(xp.arange(p.q_len) + at[0], xp)
     found = found or ((xp.zeros(p.q_len, np.int32),) * 2,)  # nothing is allowed
@@ -128,11 +125,6 @@ class Lists(NamedTuple):
     def has_mixed(self) -> bool:
         """Whether any tile is mixed, for lists that are known when tracing."""
         return bool((self.array[:, 0] if self.is_ranges else self.array[0, ..., 0]).any())
-
-    @property
-    def has_batch(self) -> bool:
-        """Whether each batch row has its own lists."""
-        return self.array.ndim == 4
 
 
 def known(kinds: np.ndarray) -> Lists:
@@ -216,10 +208,7 @@ def of_positions(
 def work(
     mask: Mask, tile: tuple[int, int], lengths: tuple[int, int], offsets: tuple[int, int], by: str
 ) -> np.ndarray:
-    """Return the number of tiles of each tile row; see `of_positions`.
-
-    From position 0 on, no table of tiles is made: plans of millions of tokens ask this.
-    """
+    """Count each tile row's tiles; from position 0 on without a table, for millions of tokens."""
     if offsets != (0, 0):
         return of_positions(mask, tile, lengths, offsets, by).work
     found, (rows, columns) = stretches(mask, *tile, *lengths), _shape(tile, lengths)

@@ -246,10 +246,7 @@ class Fa4DqAccumulator(DqAccumulator):
         self.state: Any = before(self._spec, p, given, None, zeros=True)
 
     def add(self, keys: Packed, key_range: KeyRange = WHOLE, grads: Packed | None = None) -> Packed:
-        """Add a range of a block's keys to dQ, and write its (dk, dv) into `grads` or a new array.
-
-        The arguments are those of `DqAccumulator.add`.
-        """
+        """Add a range of keys to dQ, and write its (dk, dv), as `DqAccumulator.add`."""
         given = KernelArrays(self._q, block=keys, dout=self._dout, grads=grads, **self.state)
         dq = self.state["dq"]
         results = KernelArrays(dq=_like(dq.shape), grads=_like(keys.shape, keys.dtype))

@@ -128,10 +128,7 @@ def _candidates(head_dim: int, q_len: int, kv_len: int, listed: bool) -> Iterato
 
 
 def _most_keys(head_dim: int, queries: int, listed: bool) -> int:
-    """Return the most keys of a tile whose scores and outputs fit the registers.
-
-    The test of pairs takes registers too.
-    """
+    """Return the most keys whose scores, outputs and test of pairs fit the registers."""
     if listed and head_dim > 128:
         return 112 if head_dim <= 160 else 96 if head_dim <= 192 else 64
     if 64 < head_dim <= 96:

@@ -119,10 +119,7 @@ class SplashProblem:
         return self._over_cores(jax.vmap(run), setup, stats)
 
     def _over_cores(self, run: Callable[..., Any], setup: Setup, stats: Stats) -> Any:
-        """Run a backward kernel with groups of heads as additional batch rows.
-
-        The batch is the only parallel axis of the kernel's grid: one batch row would use one core.
-        """
+        """Run a backward with groups of heads as batch rows, the only axis that cores share."""
         batch, heads = self.q.shape[:2]
         groups = self.cores // gcd(batch, self.cores)
         if heads % groups or self.k.shape[1] % groups:

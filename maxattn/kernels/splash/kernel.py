@@ -134,10 +134,7 @@ class Splash(Kernel):
         return Result(problem.checked(out.swapaxes(1, 2)), jnp.where(empty, NEG_INF, lse))
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:
-        """Return (dq, dk, dv, None) from a given LSE and output.
-
-        JAX's and tokamax's kernels sum dk and dv in float32 and write them in k's dtype.
-        """
+        """Return (dq, dk, dv, None); JAX's and tokamax's kernels round dk and dv to k's dtype."""
         out, dout = rows.out.swapaxes(1, 2), rows.dout.swapaxes(1, 2)
         # Queries that see no key get a finite LSE and no gradient: splash never gets -inf.
         lse, delta, dout = row_gradient(out, dout, rows.lse, rows.dlse)

@@ -138,10 +138,7 @@ def encode(mask: Mask, q_len: int, kv_len: int, q_offset: Offset, kv_offset: Off
 
 
 def too_long(mask: Mask, shard: int, queries: int, keys: int) -> str | None:
-    """Return why a sequence does not fit `Shards`, the code for a traced key offset, or None.
-
-    `shard` is the number of keys in a shard; `queries` and `keys` count the whole sequence.
-    """
+    """Return why a sequence does not fit `Shards`, the code for a traced key offset, or None."""
     if one_interval(mask, shard) is not None:
         return None
     why = "(a position and a shard's number share an int32)"

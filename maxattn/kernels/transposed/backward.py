@@ -67,8 +67,6 @@ def backward(
 
 
 class _BackwardForm(NamedTuple):
-    """The static arguments of the kernel's code."""
-
     # the arguments that the forward has too; `count` is the number of steps per key block
     tiles: KernelForm
     # (key heads of all batch rows, key blocks of a head, steps per query head)
@@ -151,9 +149,6 @@ def _of_keys(form: _BackwardForm) -> Any:
     from jax.experimental import pallas as pl
 
     return pl.BlockSpec((None, form.tiles.blocks[1], form.k[2]), lambda n, j, *_: (n, j, 0))
-
-
-# ---- the call ------------------------------------------------------------------------------------
 
 
 def _call(form: _BackwardForm, operands: list[Operand], lists: int, interpret: bool) -> Any:

@@ -95,10 +95,7 @@ class FewKeysCall(NamedTuple):
         return slice(head * h, (head + 1) * h), slice(key_head * h, (key_head + 1) * h)
 
     def block(self, of: str) -> Any:
-        """Return a step's block of "queries", "keys", "turned" keys [B, K*H, S'], or "rows".
-
-        Rows are statistics, [B, N, 1, T].
-        """
+        """Return a block of "queries", "keys", "turned" keys [B, K*H, S'], "rows" [B, N, 1, T]."""
         from jax.experimental import pallas as pl
 
         queries, heads, keys = self.tile.queries, self.tile.heads, self.k.shape[1]

@@ -80,9 +80,6 @@ def forward(
     return out, lse[:, 0] * LN2
 
 
-# ---- operands ------------------------------------------------------------------------------------
-
-
 def _operands(
     row: Operands, setup: Setup, steps: GridSteps | None, blocks: Blocks, v_is_turned: bool
 ) -> list[Operand]:

@@ -31,10 +31,7 @@ class GridSteps(NamedTuple):
 
 
 def steps_of(setup: Setup, by_key: bool = False) -> GridSteps | None:
-    """List the tiles that the mask's positions leave non-empty; None if every tile is full.
-
-    With `by_key`, a tile row belongs to a key block, and the steps of a tile row are query blocks.
-    """
+    """List the non-empty tiles by query tile, or `by_key` by key tile; None if all are full."""
     marks = marks_of(setup).T if by_key else marks_of(setup)
     traced = not isinstance(marks, np.ndarray)
     if not traced and bool((marks == WHOLE).all()):
@@ -98,10 +95,7 @@ def listed_block(count: int, row: Any, step: Any, block: Any = None, mark: Any =
 
 
 def allowed(shape: tuple[int, ...], read: Any, form: KernelForm, keys: slice, block: Any) -> Array:
-    """Evaluate the mask for some keys of a block, in the shape [keys, block_q].
-
-    `read` has the kernel's operands by name, and `block` is the index of the key block.
-    """
+    """Evaluate the mask for some keys of the key block, in the shape [keys, block_q]."""
     found = None
     if form.code is not None:
         first = block * form.blocks[1] + keys.start

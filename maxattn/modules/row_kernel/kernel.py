@@ -125,10 +125,7 @@ class RowKernel:
                     self.compute(block, row, late, results)
 
     def sources(self, place: Place, rows: Any, tables: Any) -> tuple[list[Any], list[Any]]:
-        """Return sources of rows and angles: those copied ahead, and those loaded with their row.
-
-        Beside a norm across heads, angles are loaded with their row, while the block sums it.
-        """
+        """Return sources of rows and angles, loaded ahead, or angles while the norm sums a row."""
         of_all, turns = [of_rows(place, x) for x in rows], [of_angles(place, t) for t in tables]
         return (of_all, turns) if self.work.norm == "across" else (of_all + turns, [])
 

@@ -282,10 +282,7 @@ def over_lanes(x: Any, width: int) -> Any:
 
 
 def of_warps(block: Any, numbers: list[Any], row: Any) -> list[list[Any]]:
-    """Return the numbers of all warps of the block; call this once per row.
-
-    Consecutive rows use different memory, so that one barrier a row is enough.
-    """
+    """Return all warps' numbers, once per row; one barrier, since rows alternate in memory."""
     warps, turn = block.place.work.warps, (row - block.first) % 2
     if warps == 1:
         return [numbers]

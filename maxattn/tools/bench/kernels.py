@@ -46,11 +46,7 @@ def bench(
     target: Target | None = None,
     budget: float = 0.5,
 ) -> list[BenchRow]:
-    """Measure kernels through their own forward and backward, and `auto` through `attention`.
-
-    By default all kernels that can run here are measured, and "auto". `peers` adds other libraries
-    if the mask is full; about `budget` seconds are spent on each measurement.
-    """
+    """Measure kernels, by default all and `auto`, about `budget` seconds each; `peers` too."""
     check_kernels(kernels)
     target = target or Target.here()
     inputs = inputs_of(shape, target)

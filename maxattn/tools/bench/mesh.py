@@ -50,11 +50,7 @@ def bench_mesh(
     budget: float = 0.5,
     options: Mapping[str, Any] | None = None,
 ) -> list[BenchRow]:
-    """Measure attention on one device and on a mesh: forward, and forward with backward.
-
-    `mesh` has sizes of the axes data, context and tensor; `peers` adds TransformerEngine's ring and
-    all-gather; the other arguments are as for `bench` and `measure`.
-    """
+    """Measure attention on one device and on a mesh; `peers` adds TransformerEngine's two."""
     devices = prod(mesh.values())
     whole = inputs_of(shape, Target.here())[:1]
     alone = partial(_forward, shape, config_of(kernel), None)
@@ -99,7 +95,6 @@ def _of_strategy(
 
 
 def _of_te(shape: Shape, name: str, sizes: Mapping[str, int], whole: Any) -> list[BenchJob]:
-    """Return jobs for one of `TE_STRATEGIES`, forward and with gradient, or why they cannot run."""
     try:
         te, sharding = (
             import_module(f"transformer_engine.jax.{m}") for m in ("attention", "sharding")

@@ -51,11 +51,7 @@ def bench_module(
     options: Mapping[str, Any] | None = None,
     alone: bool = False,
 ) -> list[BenchRow]:
-    """Measure self-attention with biases, RMS norm across heads and RoPE, forward and in training.
-
-    The module has N H channels and the shape's dtype. With `alone`, its parts are not measured.
-    The other arguments are as for `bench` and `measure`.
-    """
+    """Measure a module with N H channels, forward and in training; unless `alone`, its parts."""
     jobs = _module(shape, kernel, param_dtype)
     if not alone:
         jobs += _attention(shape, kernel) + _matmuls(shape) + _both(shape, kernel)

@@ -135,9 +135,6 @@ def _table(head: str, lines: Sequence[Sequence[object]]) -> str:
     return "\n".join((head, *columns(lines)))
 
 
-# ---- pictures ------------------------------------------------------------------------------------
-
-
 def draw(report: Report, device: str, path: Path) -> None:
     """Draw a report as a PNG with matplotlib, which must be installed."""
     try:

@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(overview())
+        usage = "usage: maxattn COMMAND ...   (maxattn COMMAND --help lists options)"
+        print("\n".join((usage, "", *(f"  {n:<12}{does}" for n, does in COMMANDS.items()))))
         return 0 if words else 2
     if words[0] in ("-V", "--version"):
         print(f"maxattn {__version__}")
@@ -58,11 +59,6 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"maxattn: no command '{words[0]}': {guess}", file=sys.stderr)
         return 2
     return _run(words[0], words[1:])
-
-
-def overview() -> str:
-    usage = "usage: maxattn COMMAND ...   (maxattn COMMAND --help lists options)"
-    return "\n".join((usage, "", *(f"  {name:<12}{does}" for name, does in COMMANDS.items())))
 
 
 def _run(name: str, words: Sequence[str]) -> int:
@@ -111,7 +107,6 @@ def term_interrupts() -> Iterator[None]:
 
 
 def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
-    """Refuse an unknown option: suggest the closest option, or the commands that have it."""
     option = word.partition("=")[0]
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     others = [name for name in COMMANDS if option in parser_of(name)._option_string_actions]

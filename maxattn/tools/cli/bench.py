@@ -95,7 +95,6 @@ def read_mesh(words: list[str]) -> dict[str, int]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together, before anything is measured."""
     from maxattn.tools.bench.kernels import check_kernels
 
     spread, module = args.mesh and not args.report, args.module and not args.report

@@ -75,7 +75,6 @@ def _plans(
 
 
 def _of_this_machine(args: argparse.Namespace, config: AttentionConfig) -> Iterator[str]:
-    """Yield advice if the config's mesh is for this machine, and its devices do not suffice."""
     is_one = all(n in (1, -1) for pair in config.axis_parallelism().values() for n in pair)
     if is_one or args.target or args.mesh or args.devices or config.hardware:
         return

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             print(blank + report(job, outcomes[-1]), flush=True)
     if args.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
-    return int(not all(fits(one) and not is_refused(one.estimate) for one in outcomes))
+    return int(not all(fits(one) and "refused" not in one.estimate for one in outcomes))
 
 
 def _check_block(args: argparse.Namespace) -> None:
@@ -120,8 +120,6 @@ def _memory(outcome: Outcome) -> str:
 
 
 def _transfers(job: CompileJob, outcome: Outcome) -> list[str]:
-    """Write the transfers of the program and the plan, one line for each kind and its mesh axes."""
-
     def of(listed: list[dict[str, Any]], row: tuple[str, tuple[str, ...]]) -> list[dict[str, Any]]:
         return [c for c in listed if (c["kind"], tuple(c["axes"])) == row]
 
@@ -209,11 +207,6 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
     return [f"  {line}; {made['how']}" for line in lines]
 
 
-def is_refused(estimate: dict[str, Any]) -> bool:
-    """Check whether an estimate was requested but could not be made."""
-    return "refused" in estimate
-
-
 # ---- kernels -------------------------------------------------------------------------------------
 
 
@@ -271,7 +264,6 @@ def _tiles(kernel: KernelEstimate) -> str:
 
 
 def _of_xla(kind: dict[str, Any]) -> str:
-    """Write the time of one kind of XLA's operations, and XLA's own cycles beside it."""
     what = f"{kind['bytes'] / 1e9:.3g} GB"
     if kind["flops"]:
         what = f"{kind['flops'] / 1e12:.3g} TFLOP at {PRODUCTS:.0%} of the peak"

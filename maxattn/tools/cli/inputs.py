@@ -133,10 +133,7 @@ def packages_of(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 
 def mesh_of(args: argparse.Namespace, config: AttentionConfig) -> dict[str, int]:
-    """Return the axis sizes of --mesh, else of the config.
-
-    In the config, -1 stands for the remaining devices of --devices, else of the target, else 1.
-    """
+    """Return the sizes of --mesh, else the config's, where -1 is the rest of the devices."""
     devices = args.devices
     if devices is not None and whole(devices, most=MOST_DEVICES) is None:
         rule, remedy = f"it must be at most {MOST_DEVICES:,}", "write a smaller number"

@@ -127,7 +127,6 @@ class SizeTuning:
 def _tunings(
     name: str, config: AttentionConfig, made: Plan, training: bool
 ) -> Iterator[SizeTuning]:
-    """Yield a tuning for each kernel of a plan: one, or one each for forward and backward."""
     for kernel in made.kernel.name.split("/"):
         call = kernel_call(made.padded_call, made.strategy)
         local = computed_call(kernel, call, made.target.platform)
@@ -209,7 +208,6 @@ def _measured(
 
 
 def _offline(args: argparse.Namespace, source: Source) -> int:
-    """Rank the tiles of each shape; keep the fastest, and each schedule in a log."""
     kind = _tpu_of(args.target)
     if not finite(args.time_limit, 0, MOST_SECONDS):
         rule = f"it must be a number of seconds above 0, at most {MOST_SECONDS}"

@@ -50,9 +50,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class KernelTuning:
-    """The call whose kernels are timed. `target` has no measured times of kernels; `data` is the
-    text of a mask with arrays, else "".
-    """
+    """The call whose kernels are timed; `data` is the text of a mask with arrays, else ""."""
 
     shape: Shape
     config: AttentionConfig

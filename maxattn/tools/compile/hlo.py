@@ -74,10 +74,7 @@ def transfers(text: str) -> tuple[Transfer, ...]:
 
 
 def axes_of(transfer: Transfer, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Name the mesh axes that a collective runs over.
-
-    `sizes` has every axis of the mesh, outermost first, also those of size 1 (`dict(mesh.shape)`).
-    """
+    """Name the axes that a collective runs over, of all axes (`sizes`), outermost first."""
     found, stride = [], prod(sizes.values())
     for axis, size in sizes.items():
         stride //= size

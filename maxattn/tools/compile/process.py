@@ -76,10 +76,6 @@ class CompilerProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    @property
-    def is_running(self) -> bool:
-        return self._child is not None
-
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the answer to a request within `seconds`, which include starting the process.
 
@@ -187,10 +183,7 @@ def tpu_python() -> str | None:
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """Delay Ctrl-C and TERM until the block ends; then handle the first one.
-
-    Otherwise a signal before the parent knows a new child's id would leave the child running.
-    """
+    """Delay Ctrl-C and TERM until the block ends, so that no new child is left running."""
     if threading.current_thread() is not threading.main_thread():  # only it may set handlers
         yield
         return

@@ -114,9 +114,6 @@ def _sharded(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map(put, state, parameter_shardings(state, mesh))
 
 
-# ---- devices -------------------------------------------------------------------------------------
-
-
 def devices_of(topology: str, slices: int = 1, count: int | None = None) -> list[Any]:
     """Return the first `count` devices of `slices` topologies, such as "v5p:2x2x1"."""
     from jax.experimental import topologies

@@ -124,10 +124,7 @@ class Bundles:
         )
 
     def _steps(self, span: Span, every: list[Span]) -> int | None:
-        """Return a loop's grid steps: its counter's bound minus the trips that only move data.
-
-        The grid in the dump's transfers must have as many steps. None: known only at run time.
-        """
+        """Return a loop's grid steps, without trips that only move data; None: unknown."""
         inner = [other for other in every if span.holds(other)]
         own = (i for i in range(*span) if not any(s.start <= i < s.end for s in inner))
         text = "\n".join(self.rows[i].text for i in own)
@@ -229,10 +226,7 @@ def windows_of(bundles: Bundles) -> tuple[Window, ...]:
 
 
 def moved_by_itself(bundles: Bundles, rows: Iterable[int]) -> int:
-    """Count the bytes that a kernel's own DMAs move between HBM and VMEM, besides its windows.
-
-    Each write updates a sum that the kernel read before, so its bytes count twice.
-    """
+    """Count the bytes of a kernel's own DMAs, twice: each adds to a sum that it has read."""
     found = (size for i in rows for size in _WRITE.findall(bundles.rows[i].text))
     return 2 * GRANULE * sum(map(int, found))
 

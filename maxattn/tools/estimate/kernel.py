@@ -197,10 +197,7 @@ class KernelDump:
         return BodyShares(tiles.full / whole, tiles.masked / whole, row)
 
     def _knows(self, tiles: KernelTiles, steps: int) -> bool:
-        """Check whether the plan's tiles match a grid of `steps` steps.
-
-        A kernel of a ring may have half of the plan's tiles; it matches only if no tile is skipped.
-        """
+        """Check whether the tiles match a grid of `steps` steps, or in a ring half of the tiles."""
         if tiles.is_bound:
             return False
         dynamic = self.step.loop.steps is None

@@ -110,10 +110,7 @@ def _xla(program: HloProgram, device: Device) -> dict[str, Any]:
 
 
 class PallasCall(NamedTuple):
-    """One call of a Pallas kernel, and how often the program runs it.
-
-    `twins` are all calls of the same kernel; libtpu writes the schedule of one call.
-    """
+    """One call of a kernel, how often it runs, and all calls of it; libtpu dumps one of these."""
 
     name: str
     times: int
@@ -213,7 +210,6 @@ def attention_passes(plan: Plan, training: bool, policy: str) -> tuple[PricedPas
 def _priced(
     kernel: Kernel, local: Call, target: Target, training: bool
 ) -> tuple[Seconds, Seconds] | None:
-    """Price a forward and a backward (0 in inference); None if no shipped schedule fits."""
     if kernel.name == FEW_KEYS:
         found = few_keys_seconds(local, target)
         return found and (found.forward, found.backward)

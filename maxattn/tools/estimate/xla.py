@@ -60,10 +60,7 @@ class Operation(NamedTuple):
 
 
 def operations(program: HloProgram, device: Device) -> Iterator[Operation]:
-    """Yield the operations of a program that run on a core and are no Pallas kernels of attention.
-
-    Kernels of norm and rotary embedding are among them: they wait for HBM, as XLA's norms do.
-    """
+    """Yield the operations on a core, with the row kernels, which wait for HBM as norms do."""
     core, machine = core_of(device), device.machine
     assert machine is not None, device.kind
     every = [i for body in program.computations.values() for i in body]
@@ -111,7 +108,6 @@ def _what(program: HloProgram, one: Instruction) -> str:
 
 
 def _moved(one: Instruction, types: dict[str, str]) -> int:
-    """Count the bytes that an operation reads from and writes to HBM."""
     if one.opcode == "copy-start":  # its type has the copy, the source, and a context
         there, source, *_ = _ARRAY.findall(one.type)
         return in_hbm(there) + in_hbm(source)
@@ -127,7 +123,6 @@ def in_hbm(type_: str) -> int:
 
 
 def _products(program: HloProgram, one: Instruction, types: dict[str, str]) -> Iterator[float]:
-    """Yield the FLOPs of each product of an operation, inside its fusions too."""
     if one.opcode in DOTS:
         yield _flops(one, types)
     elif one.opcode not in _RUNNING:

@@ -45,10 +45,7 @@ class KernelCandidates(NamedTuple):
 
 
 def kernel_candidates(call: Call, config: AttentionConfig, target: Target) -> KernelCandidates:
-    """Return the kernels to time for a call, and why others are not timed.
-
-    The setting `deterministic` excludes none: it is applied when a plan reads the times.
-    """
+    """Return the kernels to time for a call, also those that `deterministic` excludes."""
     reasons = {name: refusal(name, call, target) for name in KERNELS}
     runs = [name for name, reason in reasons.items() if reason is None]
     # Kernels for other devices are not mentioned.
@@ -90,11 +87,7 @@ CHUNK_CHOICES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 def candidates(
     kernel: str, call: Call, target: Target, training: bool, limit: int
 ) -> tuple[Sizes, ...]:
-    """Return at most `limit` sizes to time: the default first, then the others.
-
-    A TPU kernel's tiles are sorted by estimated cost, plain JAX's chunk sizes by their distance
-    from the default.
-    """
+    """Return at most `limit` sizes: the default, then tiles by cost, chunks by distance from it."""
     if kernel in BLOCKS:
         first, *others = _of_blocks(kernel, call, target, training)
         others.sort(key=lambda sizes: cost_of(sizes, call))

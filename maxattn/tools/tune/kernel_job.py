@@ -66,10 +66,7 @@ class KernelJob:
 
     @property
     def window(self) -> tuple[int, int, int]:
-        """Arguments of a `LocalWindow`: keys before and after each query, and query 0's position.
-
-        The last tile row visits all columns, and the first tile row fewer.
-        """
+        """Arguments of a `LocalWindow`: the last tile row visits all columns, the first fewer."""
         q, kv = self.tile[:2]
         longest = sum(self.lengths)
         if self.by_key:
@@ -117,10 +114,7 @@ class KernelJob:
 
 
 def answer_of(job: KernelJob, folder: Path) -> dict[str, Any]:
-    """Compile a kernel; return {"cost": [...]}, or {"failed": why}.
-
-    A kernel with two forms has a second cost, "online", for its form with the online softmax.
-    """
+    """Compile a kernel; return its "cost", and "online" of a second form, or why it "failed"."""
     _step_back()
     try:
         return _costs(job, folder)
@@ -180,10 +174,6 @@ def _device(kind: str) -> Any:
 def _few_keys_function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from maxattn.kernels.transposed import few_keys
 
-    q, k = ((job.batch, n, job.heads, job.head_dim) for n in job.lengths)
-    rows = (job.batch, job.heads, q[1]), "float32"
-    shapes = [(q, job.dtype), (k, job.dtype), (k, job.dtype), rows, (q, job.dtype), rows]
-
     def run(q: Any, k: Any, v: Any, *given: Any) -> Any:
         tile = FewKeysTile(job.tile[0], job.tile[2])
         call = few_keys.FewKeysCall.of(q, k, v, None, 1.0, tile)
@@ -192,7 +182,7 @@ def _few_keys_function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, .
         lse, dout, delta = given
         return few_keys.backward(call, lse, delta, dout, False)
 
-    return run, tuple(shapes[:3] if job.kind == "fwd" else shapes)
+    return run, _shapes(job, *((job.batch, n, job.heads, job.head_dim) for n in job.lengths))
 
 
 def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -205,9 +195,6 @@ def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     (q_len, kv_len), heads = job.lengths, (job.batch, job.heads)
     mask = LocalWindow(*job.window) if job.masked == Evaluates.INTERVAL else Full()
     parts = supported_split(mask.bind(q_len, kv_len, *heads).form())
-    q, k = ((*heads, n, job.head_dim) for n in (q_len, kv_len))
-    rows = (*heads, q_len), "float32"
-    shapes = [(q, job.dtype), (k, job.dtype), (k, job.dtype), rows, (q, job.dtype), rows]
 
     def run(*operands: Any) -> Any:
         q, k, v, *stats = operands
@@ -220,7 +207,13 @@ def _function(job: KernelJob) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             return problem.dq(job.tile, Stats(*stats))
         return problem.dkv(job.tile, Stats(*stats), job.kind == "fused")
 
-    return run, tuple(shapes[:3] if job.kind == "fwd" else shapes)
+    return run, _shapes(job, *((*heads, n, job.head_dim) for n in (q_len, kv_len)))
+
+
+def _shapes(job: KernelJob, q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Any, ...]:
+    rows = (job.batch, job.heads, job.lengths[0]), "float32"
+    shapes = (q, job.dtype), (k, job.dtype), (k, job.dtype), rows, (q, job.dtype), rows
+    return shapes[:3] if job.kind == "fwd" else shapes
 
 
 def _library(job: KernelJob) -> Any:

@@ -47,11 +47,7 @@ class PassTimes(NamedTuple):
 def time_pass(
     kernels: Mapping[str, Kernel], what: str, call: Call, mask: Mask, of: str = ""
 ) -> PassTimes:
-    """Compile and time a pass, "forward" or "backward", of kernels that were built for a call.
-
-    `mask` is the call's, with its arrays. Every backward reads the output and LSE of the kernel
-    `of`.
-    """
+    """Compile and time a pass of built kernels; backwards read the output and LSE of `of`."""
     sets = random_sets(call, mask)
     programs = compile_pass(kernels, what, sets)
     if what == "backward":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import maxattn
 from maxattn.block_sizes import adjust, facts_of
@@ -52,36 +52,30 @@ _OWN_SOURCES = (
 _FEW_KEYS_SOURCES = "kernels/transposed/few_keys.py", "kernels/transposed/tile.py"
 
 
-class ScheduleCompiler:
+class ScheduleCompiler(CompilerProcess):
     """Compile kernels, each within `seconds`, in a child process that ends with the context."""
 
     def __init__(self, seconds: float) -> None:
+        super().__init__("--offline", dumps=True)
         self.seconds = seconds
-        self._process = CompilerProcess("--offline", dumps=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.stop()
 
     @cached_property
     def versions(self) -> dict[str, str]:
         why = "it has no libtpu"
         try:
-            if "libtpu" in (found := self._process.ask({"versions": True}, START_SECONDS)):
+            if "libtpu" in (found := self.ask({"versions": True}, START_SECONDS)):
                 return found
         except CompilerStopped as stopped:
             why = str(stopped)
-        rule = f"libtpu's schedules rank the tiles, and {self._process.python} makes none: {why}"
+        rule = f"libtpu's schedules rank the tiles, and {self.python} makes none: {why}"
         raise Unsupported("--offline", "libtpu", rule, INSTALL)
 
     def answer(self, job: KernelJob) -> dict[str, Any]:
         """Return the compiler's answer; if it stops, {"failed": why, "after": the time limit}."""
         try:
-            if not self._process.is_running:  # START_SECONDS are for the start alone
-                self._process.ask({"versions": True}, START_SECONDS)
-            return self._process.ask({"kernel": job.values()}, self.seconds)
+            if self._child is None:  # START_SECONDS are for the start alone
+                self.ask({"versions": True}, START_SECONDS)
+            return self.ask({"kernel": job.values()}, self.seconds)
         except CompilerStopped as stopped:
             kind = "timeout" if stopped.is_timeout else "crashed"
             why = str(stopped).partition("\n")[0]

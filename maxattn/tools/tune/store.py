@@ -66,10 +66,7 @@ def opened() -> Iterator[Opened]:
 
 
 def put_aside(path: Path) -> tuple[str, Path] | None:
-    """If a file is damaged, copy it; return the damage and the path of the copy, else None.
-
-    Intact measurements stay in the file; the next write removes the damaged ones.
-    """
+    """Copy a damaged file; return the damage and the copy's path, None for an intact file."""
     damage = read_kept(path).damage
     if not damage:
         return None

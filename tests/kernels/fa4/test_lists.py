@@ -41,7 +41,7 @@ def named(found: Lists, row: int, batch: int = 0) -> tuple[list[int], list[int]]
     if found.is_ranges:
         mixed, full, first = array[row, :3]
         return array[row, 3 : 3 + mixed].tolist(), list(range(first, first + full))
-    halves = array[:, batch] if found.has_batch else array
+    halves = array[:, batch] if found.array.ndim == 4 else array
     mixed, full = (half[row, 1 : 1 + half[row, 0]].tolist() for half in halves)
     return mixed, full
 
