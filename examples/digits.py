@@ -53,7 +53,7 @@ PROMPTS = {
 VOCABULARY = ("<pad>", "a", "an", "moving", *STEPS, *DIGITS)
 LENGTH = 4  # words of a prompt
 TIME = 64  # cosines and sines of a time
-LEAST = 0.05  # below this time, errors of the clean video count no more in its velocity
+LEAST = 0.05  # below this time, errors of the clean video are not amplified further in the velocity
 
 Video = Float[Array, "B F H W"]
 Drawn = Float[np.ndarray, "B F H W"]
@@ -214,8 +214,8 @@ class Transformer(nnx.Module):
         self.patch, pixels = {"f": f, "h": h, "w": w}, f * h * w
         self.sizes, self.mesh = sizes, mesh
         self.patches = nnx.Linear(pixels, sizes.dim, rngs=rngs)
-        # In pure noise all tokens look alike, and RoPE knows no more than their distances. Without
-        # this table, which says which frame is the first, left and right are learned late.
+        # In pure noise all tokens are alike, and RoPE encodes only their distances. Without
+        # this table, which marks the first frame, the model learns left and right late.
         table = jax.random.normal(rngs.params(), (*self.grid.values(), sizes.dim))
         self.position = nnx.Param(0.5 * table.reshape(-1, sizes.dim))
         self.words = nnx.Embed(len(VOCABULARY), sizes.dim, rngs=rngs)

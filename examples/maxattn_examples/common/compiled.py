@@ -39,7 +39,7 @@ def split(model: nnx.Module) -> tuple[Structure, Leaves]:
 
 
 # XLA for GPUs joins products that share an input, and copies their weights together in every step.
-# Behind a product that it writes in Triton a gelu is a pass of its own; cuBLAS's product takes it.
+# XLA's Triton matmuls leave a gelu to a separate pass; cuBLAS's matmuls include it.
 FOR_SAMPLING = {"gpu": {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}}
 
 

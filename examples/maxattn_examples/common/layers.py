@@ -40,7 +40,7 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         """Run both layers on every token."""
         if x.ndim == 3 and x.shape[0] == 1:
-            # With a batch axis of one, XLA for GPUs transposes what `up`'s gradient keeps.
+            # With a batch axis of one, XLA for GPUs transposes what the gradient of `up` saves.
             return self(x[0])[None]
         return self.down(nnx.gelu(self.up(x), approximate=self.approximate))
 

@@ -23,7 +23,7 @@ REPOSITORIES: Mapping[Family, str] = {
     "flux": "black-forest-labs/FLUX.1-schnell",
 }
 NAMES: Mapping[str, str] = {"wan": "Wan", "sdxl": "SDXL", "flux": "Flux.1"}
-# The parts of Wan 2.2's A14B: the second takes the steps with less noise.
+# The parts of Wan 2.2's A14B: the second computes the steps with less noise.
 FIRST, SECOND = "transformer", "transformer_2"
 EXPANDS = "expand_timesteps"
 

@@ -279,7 +279,7 @@ def _added(kept: Mapping[str, Any], samples: int, wanted: int) -> dict[str, Any]
     found = {name: jax.tree.leaves(added.sums[0][0])[0] for name, added in kept.items()}
     if "both" in found:
         found = dict(zip(("without", "with"), jnp.split(found["both"], 2), strict=True))
-    # Copies: the next step takes the memory of what is kept.
+    # Copies: the next step donates the saved sums.
     return {name: jnp.array(x[:samples][:wanted]) for name, x in found.items()}
 
 

@@ -39,9 +39,9 @@ TAKEN = {
     REAL: "real clips",
     CONFIGURED: "the config's own sampling.fast",
 }
-DEVICES = re.compile("ici_|dcn_|mesh_axes")  # begins the keys that say where a run is
+DEVICES = re.compile("ici_|dcn_|mesh_axes")  # prefixes of the keys that set the devices
 PLAIN = re.compile(r"\d+ plain steps\b")  # begins the names of those of the same cost
-# Keys of `sampling` that say what is drawn: every way of sampling has the same.
+# Keys of `sampling` that change the samples, and must be equal in all ways.
 DRAWN = (
     *("seed", "height", "width", "frames", "fps", "count", "per_prompt"),
     *("prompt", "negative_prompt", "text_tokens"),
@@ -242,7 +242,7 @@ class Ways:
         left_out = {"num_inference_steps", *(KEYS if own is not None else ())}
         kept = {key: x for key, x in sorted(way.changes.items()) if key.split(".")[0] not in FAST}
         said = {key: x for key, x in kept.items() if key not in left_out}
-        if own is not None and sampling.distilled is None:  # which has lists of its own
+        if own is not None and sampling.distilled is None:  # a distilled model sets the list
             if fewer > number:
                 rule = f"{own.setting} has {number} values"
                 raise ConfigErrors([ConfigError(own.setting, number, rule, "give more of them")])

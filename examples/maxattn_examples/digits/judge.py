@@ -24,13 +24,13 @@ from .scenes import BOUNCING, CROSSING, GONE, LEAVING, MOST, NONE, Clips, Scene,
 from .torus import Scans
 from .words import COLOURS, STEPS
 
-CUT = 16  # samples along a side of what is cut out
+CUT = 16  # samples along a side of a cut-out square
 WIDE = 1.25  # sides of a digit along a side of it
 LIKE = 0.85  # cosine of a pixel and the colour that it belongs to
 DARK = 0.2  # brightness of a pixel that belongs to nothing
-LEAST = 0.06  # ink of a digit that is there, of its square
-VISIBLE = 0.5  # of its most ink, in a frame where a digit is seen whole
-ENDS = 2  # frames at each end, where a digit is before and after it was hidden
+LEAST = 0.06  # least ink of a visible digit, as a share of its square
+VISIBLE = 0.5  # share of its largest ink, in a frame in which a digit is visible
+ENDS = 2  # frames at each end, before and after a digit is hidden
 
 
 class Seen(NamedTuple):

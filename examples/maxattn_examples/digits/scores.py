@@ -26,7 +26,7 @@ from . import judge
 from .scenes import BOUNCING, Clips, Scene, Size
 from .torus import Scans
 
-# How a score changes where clips get better.
+# 1 if larger scores are better, -1 if smaller ones are.
 BETTER = {
     "digit": 1, "likelihood": 1, "margin": 1, "identity": 1, "kept": 1, "path": 1, "stray": -1,
 }  # fmt: skip

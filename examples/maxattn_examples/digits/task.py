@@ -185,7 +185,7 @@ class ClipTask(WanTask):
         dropped = jax.random.bernoulli(for_texts, said.condition_dropout, (count,))
         stream, past = self._stream(clean.shape), None
         if said.prompt_switches:
-            # Where no prompt says another digit, the one that is seen goes on.
+            # Without a prompt of another digit, the visible one continues.
             share = said.prompt_switches * ~dropped
             past = torus.switched(for_switches, clean, other, share, stream)
         drawn = forcing.noised(clean, for_noise, self._noise(clean.shape), past)

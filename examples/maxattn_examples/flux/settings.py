@@ -18,7 +18,7 @@ from maxattn_examples.train.settings import DataSettings, FlowTraining
 
 from .sizes import REPOSITORIES, SIZES, Sizes
 
-GUIDANCE = 3.5  # what FLUX.1-dev is usually told
+GUIDANCE = 3.5  # FLUX.1-dev's usual guidance
 UNSHIFTED = {"use_dynamic_shifting": False, "shift": 1.0}  # as FLUX.1-schnell is sampled
 
 

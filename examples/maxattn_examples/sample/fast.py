@@ -16,7 +16,7 @@ from maxattn.steps import StepSettings
 
 PRESETS = Path(__file__).with_name("presets.yml")
 CURVE = "sampling.fast.cache.magcache.ratios"
-# Keys that are no more, and what takes their place.
+# Removed keys, and their replacements.
 OLD = {
     "kernels": "write attention: [{steps: [0, 10], overrides: [attention=cudnn]}]",
     "measured": "remove it; examples/compare.py measures the drift of these settings",

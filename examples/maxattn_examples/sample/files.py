@@ -27,7 +27,7 @@ from .task import Arrays
 
 NAMES = ("text", "pooled", "time_ids", "image", "condition", "first")
 NAMES = (*NAMES, "negative_text", "negative_pooled")
-MAY_LACK = ("first",)  # of what a model is told
+MAY_LACK = ("first",)  # conditions that a file may lack
 OPTIONAL = ("time_ids", "negative_text", "negative_pooled")
 MAKE = "make it with examples/embed.py"
 DRAW = "make it with examples/generate.py, --latents FILE"
@@ -77,7 +77,7 @@ class Paths:
         """Return the folder of a part's weights: a subfolder, or the folder itself."""
         instead = self.weights
         if instead is not None and lacking(instead, (FIRST, SECOND)) == [part]:
-            instead = None  # it holds the other transformer
+            instead = None  # it has the other transformer
         return part_of(instead or self.model, part)
 
     def lora_of(self, part: str) -> Path | None:

@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
     wanted: Array | None = None
 
 
-Model = Callable[[Array, Array, Any], Array]  # of samples, times and what the model is told
+Model = Callable[[Array, Array, Any], Array]  # a function of samples, times and conditions
 Program = Callable[[Leaves, Inputs, Kept], tuple[State, Kept, Array]]
 LINES = 10  # of a run without a terminal
 NONE = "-"  # the letter of a step without a prediction

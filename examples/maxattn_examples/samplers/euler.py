@@ -24,7 +24,7 @@ from .schedule import Schedule, check, one_step
 Curve = Literal["linear", "scaled_linear"]
 Spacing = Literal["leading", "trailing", "linspace"]
 Prediction = Literal["epsilon", "v_prediction"]
-TINY = 2.0**-24  # in the place of an alpha_bar of 0, where sigma would be infinite
+TINY = 2.0**-24  # replaces an alpha_bar of 0, at which sigma would be infinite
 
 
 def schedule(

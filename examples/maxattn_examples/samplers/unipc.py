@@ -25,7 +25,7 @@ from .flow_euler import shifted
 from .schedule import Schedule, check, schedule_of
 
 Numbers = Float[np.ndarray, "..."]
-NOT_ONE = 1e-6  # the first sigma lies this far from 1, where lambda would be infinite
+NOT_ONE = 1e-6  # distance of the first sigma from 1, at which lambda would be infinite
 
 
 def schedule(

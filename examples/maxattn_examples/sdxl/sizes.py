@@ -153,7 +153,7 @@ USUAL_ALONE = {
 }  # fmt: skip
 # Keys of a file with any value: they change no number here.
 FREE = ("up_block_types", "sample_size", "dropout", "upcast_attention")
-# Of these, what diffusers' default is another's: a file of SDXL says it.
+# The keys of these for which diffusers' default is another model's, so that files need them.
 NEEDED = ("addition_embed_type", "use_linear_projection")
 # Sizes that a file may leave out: diffusers' defaults.
 USUAL = {

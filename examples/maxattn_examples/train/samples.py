@@ -62,7 +62,7 @@ class Samples:
 
     def _given(self, ways: int) -> dict[str, np.ndarray]:
         """Stack the first examples, padded to a number that divides over the devices."""
-        rows = -(-self.count // ways) * ways  # what fills up the devices is drawn and thrown away
+        rows = -(-self.count // ways) * ways  # padding rows are drawn and discarded
         examples = [self.source[i % self.count] for i in range(rows)]
         return {name: np.stack([one[name] for one in examples]) for name in self.source.shapes}
 

@@ -32,7 +32,7 @@ class Fixed(NamedTuple):
     free: tuple[str, ...] = ()  # exceptions, which may change
 
 
-# A checkpoint goes on only with these as they were; everything else may change between runs.
+# A run resumes only if these are unchanged; everything else may change between runs.
 KEPT = Fixed(
     (
         "model",

@@ -103,7 +103,7 @@ SIZES = {
         num_attention_heads=24, num_layers=30, ffn_dim=14336, in_channels=48, out_channels=48
     ),
 }
-# Above which share of the times the first of two transformers takes the steps.
+# The share of the times above which the first of two transformers computes.
 BOUNDARIES = {"wan-2.2-t2v-a14b": 0.875, "wan-2.2-i2v-a14b": 0.9}
 REPOSITORIES = {
     "wan-2.1-t2v-1.3b": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
