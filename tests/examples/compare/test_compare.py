@@ -21,6 +21,7 @@ from maxattn.errors import InputError, MaxattnError
 from tests.examples.conftest import ROOT
 from tests.examples.digits.small import CONFIG, overrides, settings
 from tests.examples.sample.pipelines import CONFIGS, EXACT, prepared, run, sizes_of
+from tests.waiting import but
 
 
 def measured(folder: Path, name: str, options: list[str], *words: str) -> dict[str, Any]:
@@ -35,22 +36,19 @@ def measured(folder: Path, name: str, options: list[str], *words: str) -> dict[s
 def test_drift_is_of_whole_runs_and_of_single_steps(tmp_path: Path, capsys: Any) -> None:
     folder, options = prepared(tmp_path)
     words = ["--setting", "all", "fast={cache: {schedule: XXXX}}"]
-    words += ["--setting", "late", "fast={cache: {schedule: XXX.}}"]
-    words += ["--setting", "early", "fast.cache.schedule=X..X", "--steps", "4"]
+    words += ["--setting", "late", "fast.cache.schedule=XXX.", "--steps", "4"]
     found = measured(folder, "wan", options, *words)
     rows = {row["name"]: row for row in found["rows"]}
-    plain = ["late", "3 plain steps", "early", "2 plain steps"]
-    assert list(rows) == ["dense", "floor", "all", *plain] and rows["all"]["same_cost"] == "dense"
+    assert list(rows) == ["dense", "floor", "all", "late", "3 plain steps"]
+    assert rows["all"]["same_cost"] == "dense"
     assert rows["all"]["drift"] == [0.0] and rows["all"]["step_error"] == [0.0]
-    assert rows["late"]["forwards"] == [6, 8] and rows["early"]["forwards"] == [4, 8]
+    assert rows["late"]["forwards"] == [6, 8]
     assert 0 < rows["floor"]["drift"][0] < 1e-3 < rows["late"]["drift"][0]
     assert rows["late"]["same_cost"] == "3 plain steps"
     assert rows["3 plain steps"]["forwards"] == [6, 6], "changes come after options"
     dense = run(folder, "wan", *options)
-    for name, how in (("late", "XXX."), ("early", "X..X")):
-        ours = run(folder, "wan", *options, f"fast.cache.schedule={how}")
-        apart = np.linalg.norm(ours - dense) / np.linalg.norm(dense)
-        np.testing.assert_allclose(rows[name]["drift"], [apart], rtol=1e-3)
+    apart = np.linalg.norm(run(folder, "wan", *options, words[-3]) - dense) / np.linalg.norm(dense)
+    np.testing.assert_allclose(rows["late"]["drift"], [apart], rtol=1e-3)
     # Of the steps that reuse, not of the three that compute.
     assert rows["late"]["step_error"][0] > 1e-3 and len(found["checkpoint"]) == 16
     assert rows["floor"]["step_error"][0] < 1e-3 and "checkpoint_2" not in found
@@ -85,7 +83,7 @@ def test_a_way_is_compared_at_no_less_than_its_cost(tmp_path: Path, capsys: Any)
     assert rows["unguided"]["step_error"][0] > 0.1 and "same_cost" not in rows["unguided"]
 
 
-@pytest.mark.parametrize("name", ["wan_a14b", "wan_ti2v", "flux"])
+@pytest.mark.parametrize("name", but(["wan_a14b", "wan_ti2v", "flux"], ["wan_a14b", "flux"]))
 def test_a_row_has_the_facts_that_its_drift_depends_on(name: str, tmp_path: Path) -> None:
     (folder, options), late = prepared(tmp_path, name), "fast.cache.schedule=X.X."
     found = measured(folder, name, options, "--floor", "none", "--setting", "late", late)
