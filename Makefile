@@ -130,5 +130,5 @@ lint: $(READY)  ## style and types
 	$(BIN)/pyright
 
 clean:  ## remove the environment and everything that was made
-	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs .venv-newest .venv-fa4 .venv-cuda .venv-release docs/_build out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-tpu .venv-torch .venv-docs .venv-newest .venv-fa4 .venv-cuda .venv-release docs/_build out build dist *.egg-info examples/build examples/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,13 +21,12 @@ import numpy as np
 import yaml
 from maxattn_examples.common import hosts
 from maxattn_examples.common.command import user_errors
-from maxattn_examples.common.statistics import table
-from maxattn_examples.compare.report import machine_facts
+from maxattn_examples.compare.report import machine_facts, table
 from maxattn_examples.compare.runner import Clips, Runner, curve_of
 from maxattn_examples.compare.ways import opened
 from maxattn_examples.sample.check import check
 from maxattn_examples.sample.command import check_unread
-from maxattn_examples.sample.facts import curve_facts
+from maxattn_examples.sample.resolve import curve_facts
 
 from maxattn import steps
 from maxattn.config import ConfigErrors

@@ -30,7 +30,7 @@ from maxattn_examples.compare.scores import Scores, batch_of
 from maxattn_examples.compare.ways import Ways, opened
 from maxattn_examples.sample.check import check
 from maxattn_examples.sample.command import check_unread
-from maxattn_examples.sample.facts import weights_facts
+from maxattn_examples.sample.resolve import weights_facts
 from maxattn_examples.sample.run import start_of_plan
 
 from maxattn.tools.writable import check_writable

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from maxattn_examples.common.command import user_errors
 from maxattn_examples.common.pipeline_folder import absent, config_of, continues_images, index_of
-from maxattn_examples.sample import files, media
+from maxattn_examples.sample import inputs, torch_parts
 from maxattn_examples.sample.torch_parts import Needs, device_errors, pictures, without_torch
 from maxattn_examples.wan import torch_parts as wan_torch_parts
 
@@ -52,7 +52,7 @@ def errors_of(found: argparse.Namespace, kind: str) -> Iterator[ConfigError]:
         value, rule = f"{found.folder}: vae is {kind}", f"it is {' or '.join(AXES)}"
         yield ConfigError("folder", value, rule, "give Wan, SDXL or Flux.1")
     try:
-        shape = files.shapes(found.latents, "latents", ("latents",)).get("latents", ())
+        shape = inputs.shapes(found.latents, "latents", ("latents",)).get("latents", ())
     except ConfigErrors as error:
         yield from error.problems
         return
@@ -68,10 +68,10 @@ def decode(found: argparse.Namespace, latents: np.ndarray, video: bool) -> Itera
         fps = found.fps or (24 if continues_images(index_of(found.folder)) else 16)
         videos = wan_torch_parts.decode(found.folder, latents, found.torch_device)
         for i, frames in enumerate(videos):
-            yield media.video(frames, found.out / f"{i:03}", fps)
+            yield torch_parts.video(frames, found.out / f"{i:03}", fps)
         return
     for i, picture in enumerate(pictures(found.folder, latents, found.torch_device)):
-        yield media.picture(picture, found.out / f"{i:03}.png")
+        yield torch_parts.picture(picture, found.out / f"{i:03}.png")
 
 
 def main(found: argparse.Namespace) -> None:
@@ -79,7 +79,7 @@ def main(found: argparse.Namespace) -> None:
     kind = config_of(found.folder, "vae").get("_class_name", "")
     if problems := list(errors_of(found, kind)):
         raise ConfigErrors(problems)
-    latents = files.read(found.latents, "latents")["latents"].astype(np.float32)
+    latents = inputs.read(found.latents, "latents")["latents"].astype(np.float32)
     for path in decode(found, latents, kind == "AutoencoderKLWan"):
         print(path)
 

@@ -18,7 +18,7 @@ import numpy as np
 from maxattn_examples import families
 from maxattn_examples.common.command import user_errors
 from maxattn_examples.common.pipeline_folder import PIPELINES, absent, continues_images, index_of
-from maxattn_examples.sample import files
+from maxattn_examples.sample import inputs
 from maxattn_examples.sample.torch_parts import Needs, device_errors, without_torch
 from maxattn_examples.wan import torch_parts as wan
 
@@ -92,7 +92,7 @@ def main(found: argparse.Namespace) -> None:
         arrays |= wan.image(found.folder, found.image, size, found.torch_device)
     for name, array in arrays.items():
         print(f"{name:<16} {list(array.shape)}, {np.abs(array).max():.3g} at most")
-    print(files.write(found.to, arrays, str(found.folder)))
+    print(inputs.write(found.to, arrays, str(found.folder)))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import json
 import sys
 from pathlib import Path
 
-from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
+from maxattn_examples.flux.settings import SIZES as FLUX_SIZES
 from maxattn_examples.random_folder import check, make
-from maxattn_examples.wan.sizes import SIZES
+from maxattn_examples.wan.settings import SIZES
 
 from maxattn.errors import MaxattnError, escaped_output
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from maxattn_examples.common.command import user_errors
 from maxattn_examples.digits import latents as digit_latents
-from maxattn_examples.train.latents import read_batches, write
+from maxattn_examples.train.data import read_batches, write
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError

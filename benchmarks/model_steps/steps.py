@@ -13,7 +13,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 from maxattn_examples.common.compiled import sampling_options, split
-from maxattn_examples.train import cost, lora
+from maxattn_examples.train import lora
+from maxattn_examples.train.progress import Work, count
 from maxattn_examples.train.settings import TrainingSettings
 
 from maxattn.tools.xla_options import xla_options
@@ -45,9 +46,9 @@ class Step:
     compiled: Any
     facts: Callable[[Step, float], dict[str, Any]] = lambda step, ms: {}
 
-    def operations(self) -> cost.Work:
+    def operations(self) -> Work:
         """Count the operations of the forward pass."""
-        return cost.count(self.forward, *self.shapes)
+        return count(self.forward, *self.shapes)
 
 
 def denoising(work: Workload, dtype: Any, options: Iterable[str] = ()) -> Step:

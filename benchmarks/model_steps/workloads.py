@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
-from maxattn_examples.common.scan import scan_here
+from maxattn_examples.common.compiled import scan_here
 from maxattn_examples.flux.model import FluxTransformer2D
-from maxattn_examples.flux.sizes import PATCH
-from maxattn_examples.flux.sizes import Sizes as FluxSizes
-from maxattn_examples.sdxl.sizes import SIZE_NUMBERS
-from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
+from maxattn_examples.flux.settings import PATCH
+from maxattn_examples.flux.settings import Sizes as FluxSizes
+from maxattn_examples.sdxl.settings import SIZE_NUMBERS
+from maxattn_examples.sdxl.settings import Sizes as UNetSizes
 from maxattn_examples.sdxl.unet import UNet
 from maxattn_examples.wan.model import WanTransformer3D
-from maxattn_examples.wan.sizes import SIZES, Sizes
+from maxattn_examples.wan.settings import SIZES, Sizes
 
 import maxattn as ma
 

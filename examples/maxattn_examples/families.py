@@ -160,9 +160,8 @@ def training_task(settings: Any) -> Any:
         from maxattn_examples.sdxl.task import SdxlTask
 
         return SdxlTask.of(settings)
-    from maxattn_examples.digits.distil import DistilTask
     from maxattn_examples.digits.settings import Settings as Clips
-    from maxattn_examples.digits.task import ClipTask
+    from maxattn_examples.digits.task import ClipTask, DistilTask
     from maxattn_examples.wan.task import WanTask
 
     if isinstance(settings, Clips):

@@ -21,12 +21,12 @@ from maxattn import weights
 from maxattn.weights.replacing import replacing
 from maxattn_examples.common.pipeline_folder import SECOND, read_mapping, write_json
 from maxattn_examples.flux.model import FluxTransformer2D
-from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
-from maxattn_examples.flux.sizes import Sizes as FluxSizes
-from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
+from maxattn_examples.flux.settings import SIZES as FLUX_SIZES
+from maxattn_examples.flux.settings import Sizes as FluxSizes
+from maxattn_examples.sdxl.settings import Sizes as UNetSizes
 from maxattn_examples.sdxl.unet import UNet
 from maxattn_examples.wan.model import WanTransformer3D
-from maxattn_examples.wan.sizes import BOUNDARIES, CLASS_NAME, SIZES, Sizes
+from maxattn_examples.wan.settings import BOUNDARIES, CLASS_NAME, SIZES, Sizes
 
 UNIPC = {
     "_class_name": "UniPCMultistepScheduler",

@@ -102,6 +102,7 @@ _KERNELS = {
     "write auto, or flash": "_native_flash _native_efficient efficient _flash_3 _flash_3_hub sage"
     " flash_hub flash_attention flash_attention_2 flash_attention_3 flash_varlen xformers flex",
     "write cudnn": "_native_cudnn",
+    "write flash, which is FlashAttention-4 on NVIDIA GPUs": "fa4 flash_4 flash_attention_4",
 }
 _FOREIGN = {name: remedy for remedy, names in _KERNELS.items() for name in names.split()}
 NAMED = 10  # most choices that a rule lists; it gives the number of further choices
@@ -251,6 +252,7 @@ def _as_float(value: Any) -> str:
         return "write a number such as 0.5"
     # PyYAML reads 1e-2 as text, without quotes too.
     return f"write {float(value)}" + ("" if "e" in value.lower() else ", without quotes")
+
 
 
 _MAPPING = (

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import measure
 import pytest
-from maxattn_examples.wan.sizes import Sizes
+from maxattn_examples.wan.settings import Sizes
 from model_steps import workloads
 from model_steps.absent_tpu import AbsentTpu
 from model_steps.blocks import Blocks, passes

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import measure
 import pytest
-from maxattn_examples.flux.sizes import Sizes as FluxSizes
-from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
-from maxattn_examples.train import cost
-from maxattn_examples.wan.sizes import Sizes
+from maxattn_examples.flux.settings import Sizes as FluxSizes
+from maxattn_examples.sdxl.settings import Sizes as UNetSizes
+from maxattn_examples.train.progress import Work, count
+from maxattn_examples.wan.settings import Sizes
 from model_steps import clock, steps, workloads
 
 import maxattn as ma
@@ -136,5 +136,5 @@ def test_attention_is_counted_by_the_channels_of_its_values():
     q = jax.ShapeDtypeStruct((2, 5, 4, 8), jnp.float32)
     k = jax.ShapeDtypeStruct((2, 7, 4, 8), jnp.float32)
     v = jax.ShapeDtypeStruct((2, 7, 4, 6), jnp.float32)
-    work = cost.count(lambda *each: ma.attention(*each), q, k, v)
-    assert work == cost.Work(attention=2 * 2 * 4 * 5 * 7 * (8 + 6))
+    work = count(lambda *each: ma.attention(*each), q, k, v)
+    assert work == Work(attention=2 * 2 * 4 * 5 * 7 * (8 + 6))

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from maxattn_examples import random_folder as folder
-from maxattn_examples.flux.sizes import Sizes as FluxSizes
-from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
+from maxattn_examples.flux.settings import Sizes as FluxSizes
+from maxattn_examples.sdxl.settings import Sizes as UNetSizes
 from maxattn_examples.sdxl.unet import UNet
 from maxattn_examples.wan.model import WanTransformer3D
-from maxattn_examples.wan.sizes import SIZES, Sizes
+from maxattn_examples.wan.settings import SIZES, Sizes
 
 from maxattn import weights
 from tests.closeness import hold

@@ -8,17 +8,17 @@ from typing import Any
 
 import generate
 import pytest
-from maxattn_examples.common.model_config import frames_per_block
-from maxattn_examples.flux import sizes as flux_sizes
-from maxattn_examples.sdxl import sizes as sdxl_sizes
-from maxattn_examples.wan import sizes as wan_sizes
+from maxattn_examples.common.pipeline_folder import frames_per_block
+from maxattn_examples.flux import settings as flux
+from maxattn_examples.sdxl import settings as sdxl
+from maxattn_examples.wan import settings as wan
 
 from maxattn.errors import ConfigError, WeightsError
 from tests.golden_text import check_golden
 
 from .conftest import ROOT
 
-FAMILIES = {"wan": wan_sizes.Sizes, "sdxl": sdxl_sizes.Sizes, "flux": flux_sizes.Sizes}
+FAMILIES = {"wan": wan.Sizes, "sdxl": sdxl.Sizes, "flux": flux.Sizes}
 PARTS = {"wan": "transformer", "sdxl": "unet", "flux": "transformer"}
 KINDS = {"wan": "WanPipeline", "sdxl": "StableDiffusionXLPipeline", "flux": "FluxPipeline"}
 BROKEN: tuple[Any, ...] = (
@@ -63,7 +63,7 @@ def test_a_size_that_is_left_out_is_diffusers_default_or_refused(
     family: str, tmp_path: Path
 ) -> None:
     kind = FAMILIES[family]
-    usual = {"wan": wan_sizes.SIZES["wan-2.1-t2v-14b"], "flux": flux_sizes.SIZES["flux.1-schnell"]}
+    usual = {"wan": wan.SIZES["wan-2.1-t2v-14b"], "flux": flux.SIZES["flux.1-schnell"]}
     for key, value in kind().config().items():
         rest = {name: held for name, held in kind().config().items() if name != key}
         folder = write(tmp_path, rest)
@@ -131,7 +131,7 @@ def test_what_files_say_beside_the_sizes_is_known(tmp_path: Path) -> None:
     for family, more in {
         "wan": {"rope_max_seq_len": 512, "frames_per_block": 3, "pos_embed_seq_len": None},
         "flux": {"out_channels": None},
-        "sdxl": sdxl_sizes.USUAL_ALONE | {"sample_size": 128, "dropout": 0.0}
+        "sdxl": sdxl.USUAL_ALONE | {"sample_size": 128, "dropout": 0.0}
         | {"upcast_attention": None, "class_embeddings_concat": None, "only_cross_attention": None},
     }.items():  # fmt: skip
         kind = FAMILIES[family]
@@ -153,12 +153,12 @@ def pipeline(path: Path, family: str, sizes: Any) -> Path:
 
 # The command's config, and the family and sizes of the folder that is given; None: no folder.
 GIVEN: dict[str, tuple[str, str | None, Any]] = {
-    "schnell_for_dev": ("flux", "flux", flux_sizes.SIZES["flux.1-schnell"]),
-    "other_wan": ("wan_14b", "wan", wan_sizes.Sizes(num_layers=7, ffn_dim=64)),
+    "schnell_for_dev": ("flux", "flux", flux.SIZES["flux.1-schnell"]),
+    "other_wan": ("wan_14b", "wan", wan.Sizes(num_layers=7, ffn_dim=64)),
     "no_folder_flux": ("flux", None, None),
     "no_folder_wan_a14b": ("wan_a14b", None, None),
-    "sdxl_for_wan_a14b": ("wan_a14b", "sdxl", sdxl_sizes.Sizes()),
-    "flux_for_sdxl": ("sdxl", "flux", flux_sizes.Sizes()),
+    "sdxl_for_wan_a14b": ("wan_a14b", "sdxl", sdxl.Sizes()),
+    "flux_for_sdxl": ("sdxl", "flux", flux.Sizes()),
 }
 
 

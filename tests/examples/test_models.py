@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from maxattn_examples.flux.model import FluxTransformer2D
-from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
-from maxattn_examples.flux.sizes import Sizes as FluxSizes
-from maxattn_examples.sdxl.sizes import Sizes as UNetSizes
+from maxattn_examples.flux.settings import SIZES as FLUX_SIZES
+from maxattn_examples.flux.settings import Sizes as FluxSizes
+from maxattn_examples.sdxl.settings import Sizes as UNetSizes
 from maxattn_examples.sdxl.unet import UNet
 from maxattn_examples.wan.model import WanTransformer3D
-from maxattn_examples.wan.sizes import SIZES as WAN_SIZES
-from maxattn_examples.wan.sizes import Sizes as WanSizes
+from maxattn_examples.wan.settings import SIZES as WAN_SIZES
+from maxattn_examples.wan.settings import Sizes as WanSizes
 
 import maxattn as ma
 from maxattn import weights

@@ -19,7 +19,7 @@ from tests.fuzz.operands import Operands
 LATENTS = """\
 import pathlib, sys, tempfile
 sys.path.insert(0, 'examples')
-from maxattn_examples.train.latents import LatentFolder
+from maxattn_examples.train.data import LatentFolder
 folder = pathlib.Path(tempfile.mkdtemp())
 for name, data in {files!r}.items():
     (folder / name).write_bytes(data)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from maxattn_examples.common.compiled import FOR_SAMPLING
 from maxattn_examples.train import lora
-from maxattn_examples.train import state as states
+from maxattn_examples.train import step as steps
 from maxattn_examples.train.step import Step, optimizer
 from maxattn_examples.wan.settings import Settings
 from maxattn_examples.wan.task import WanTask
@@ -74,14 +74,14 @@ class Pass:
 
     def train(self) -> str:
         training, model = self.settings.training, self.model()
-        parts = states.Parts(model, training.lora_rank)
+        parts = steps.Parts(model, training.lora_rank)
         form = parts.form(optimizer(training), False, self.mesh)
-        _, fixed = states.split(model, training.lora_rank)
+        _, fixed = steps.split(model, training.lora_rank)
         whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         count, of_text = training.batch_size, (WORDS, self.task.sizes.text_dim)
         batch = {"latents": self.array(count, *self.latents), "text": self.array(count, *of_text)}
         empty = {"text": jax.ShapeDtypeStruct(of_text, jnp.float32, sharding=whole)}
-        step = Step(self.task, parts, fixed, empty, states.shardings(form))
+        step = Step(self.task, parts, fixed, empty, steps.shardings(form))
         return compiled(step._run, None, form, fixed, batch, empty)
 
     def sample(self) -> str:

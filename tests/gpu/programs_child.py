@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from maxattn_examples.common.compiled import FOR_SAMPLING, split
 from maxattn_examples.stream import Denoising, Rollout
 from maxattn_examples.wan.model import WanTransformer3D
-from maxattn_examples.wan.sizes import Sizes
+from maxattn_examples.wan.settings import Sizes
 
 import maxattn as ma
 

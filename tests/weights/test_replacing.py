@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from maxattn_examples.common import pictures
 from maxattn_examples.common.pipeline_folder import write_json
-from maxattn_examples.sample import files, media
+from maxattn_examples.sample import inputs, torch_parts
 
 import maxattn as ma
 from maxattn.errors import InputError, MaxattnError
@@ -142,8 +142,8 @@ CLIPS = NOISE[None, :, :, :1].repeat(64, -1) / 16.0
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "text": lambda path: write_whole(path, LONG),
     "json": lambda path: write_json(path, {"x": LONG}),
-    "safetensors": lambda path: files.write(path, {"x": np.zeros(9000, "f")}, ""),
-    "png": lambda path: media.picture(NOISE, path),
+    "safetensors": lambda path: inputs.write(path, {"x": np.zeros(9000, "f")}, ""),
+    "png": lambda path: torch_parts.picture(NOISE, path),
     "gif": lambda path: pictures.moving(CLIPS, ["a"], path),
     "curve.png": lambda path: pictures.loss_curve([1.0, 0.5], path),
     "mask.png": lambda path: ma.masks.Causal().plot(path, 64, 64),

@@ -132,22 +132,8 @@ def _sheet(
 INK = 16.0  # the darkest value of a scan
 
 
-def to_model(frames: UInt8[np.ndarray, "..."]) -> Float[np.ndarray, "... 1"]:
-    """Scale ink to -1..1 and add the channel axis."""
-    return (frames.astype(np.float32) / (INK / 2) - 1.0)[..., None]
-
-
-def from_model(video: Float[np.ndarray, "... 1"]) -> Float[np.ndarray, "..."]:
-    """Undo `to_model`, clipped to the ink that a scan can have."""
-    return np.clip((np.asarray(video)[..., 0] + 1.0) * (INK / 2), 0.0, INK)
-
-
-def to_latents(frames: Float[np.ndarray, "F H W"], side: int) -> Float[np.ndarray, "C F h w"]:
-    """Turn the pixels of each square into channels; `side` is the side of a square in pixels."""
-    return rearrange(frames, "F (h y) (w x) -> (y x) F h w", y=side, x=side)
-
-
 def from_latents(latents: Float[np.ndarray, "C F h w"]) -> Float[np.ndarray, "F H W"]:
-    """Undo `to_latents`, and return ink from 0 to 16."""
+    """Turn channels into the pixels of a square, and return ink from 0 to 16."""
     side = round(len(latents) ** 0.5)
-    return from_model(rearrange(latents, "(y x) F h w -> F (h y) (w x) 1", y=side, x=side))
+    video = rearrange(np.asarray(latents), "(y x) F h w -> F (h y) (w x)", y=side, x=side)
+    return np.clip((video + 1.0) * (INK / 2), 0.0, INK)

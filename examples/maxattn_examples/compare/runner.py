@@ -25,11 +25,9 @@ from jaxtyping import Float, UInt32
 
 from maxattn import sharding
 from maxattn.steps import Step
-from maxattn_examples.sample.facts import run_facts
-from maxattn_examples.sample.files import Paths
+from maxattn_examples.sample.inputs import Paths, Rows, batch_ways, place, told_in_rows
 from maxattn_examples.sample.loop import Walk
-from maxattn_examples.sample.resolve import predicts_both
-from maxattn_examples.sample.rows import Rows, batch_ways, place, told_in_rows
+from maxattn_examples.sample.resolve import predicts_both, run_facts
 from maxattn_examples.sample.run import arrays_of, noise_of, run_of
 from maxattn_examples.sample.task import Arrays, SamplingTask
 from maxattn_examples.sample.weights import load

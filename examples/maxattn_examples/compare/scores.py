@@ -21,14 +21,13 @@ from jaxtyping import Float, UInt8
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
-from maxattn_examples.common.statistics import frechet
+from maxattn_examples.compare.report import frechet
 from maxattn_examples.digits import scenes
-from maxattn_examples.digits.scores import BETTER, Judge, Scored
+from maxattn_examples.digits.judge import BETTER, Judge, Scored
 from maxattn_examples.digits.task import ClipSamplingTask, size_of_clips
 from maxattn_examples.digits.torus import Scans
 from maxattn_examples.digits.words import SCENES
-from maxattn_examples.sample.files import Paths
-from maxattn_examples.sample.rows import Rows, noise
+from maxattn_examples.sample.inputs import Paths, Rows, noise
 from maxattn_examples.sample.task import SamplingTask
 from maxattn_examples.samplers import keys_of
 

@@ -24,7 +24,7 @@ from maxattn_examples import families
 from maxattn_examples.digits.settings import Settings as DigitsSettings
 from maxattn_examples.sample.check import check_plan
 from maxattn_examples.sample.command import AddOptions, arguments_of, paths_of, settings_of
-from maxattn_examples.sample.files import Paths
+from maxattn_examples.sample.inputs import Paths
 from maxattn_examples.sample.resolve import resolved, with_attention
 from maxattn_examples.sample.task import SamplingTask
 from maxattn_examples.samplers.sampler import KEYS, Given

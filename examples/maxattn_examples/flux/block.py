@@ -26,8 +26,15 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn import rope, sharding
 from maxattn.modules import GatedBranch, ModulationRow
-from maxattn_examples.common.layers import FeedForward, norm32, on_mesh, project_parts
-from maxattn_examples.common.residual import Residual, residual, rows_of
+from maxattn_examples.common.layers import (
+    FeedForward,
+    Residual,
+    norm32,
+    on_mesh,
+    project_parts,
+    residual,
+    rows_of,
+)
 
 EPS = 1e-6
 AXES = (16, 56, 56)  # channels of a head for time, row and column

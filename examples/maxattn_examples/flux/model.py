@@ -28,12 +28,11 @@ from maxattn import sharding
 from maxattn.errors import InputError
 from maxattn.modules import adaptive_norm
 from maxattn.steps import Layers, count_layers, run_layers
-from maxattn_examples.common.layers import Embedding, on_mesh, sinusoids
-from maxattn_examples.common.residual import left_open, residual
-from maxattn_examples.common.scan import make_layers
+from maxattn_examples.common.compiled import make_layers
+from maxattn_examples.common.layers import Embedding, left_open, on_mesh, residual, sinusoids
 
 from .block import FluxBlock, FluxSingleBlock, Modulation, Tokens, positions
-from .sizes import PATCH, Sizes
+from .settings import PATCH, Sizes
 
 Latents = Float[Array, "B H W C"]
 FREQUENCIES = 256  # numbers that write a time or a guidance

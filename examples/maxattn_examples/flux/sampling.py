@@ -19,8 +19,7 @@ from maxattn_examples.sample.torch_parts import TextEncoder, negated, to_numpy
 from maxattn_examples.samplers.sampler import Sampler
 
 from .model import FluxTransformer2D
-from .settings import GUIDANCE, Settings
-from .sizes import PATCH, Sizes
+from .settings import GUIDANCE, PATCH, Settings, Sizes
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from maxattn_examples.train.task import Arrays, LatentTask, replaced
 
 from .model import FluxTransformer2D
 from .sampling import FluxSamplingTask, plans, tokens
-from .settings import Settings
-from .sizes import PATCH, Sizes
+from .settings import PATCH, Settings, Sizes
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from maxattn.tools.writable import unwritable
 from maxattn_examples.common.compiled import sampling_options
 from maxattn_examples.common.pipeline_folder import pipeline_errors
 
-from . import files
-from .files import Paths
+from . import inputs
+from .inputs import Paths
 from .resolve import resolved
 from .task import SamplingTask
 from .torch_parts import Needs, device_errors, without_torch
@@ -66,6 +66,21 @@ def check_plan(task: SamplingTask, paths: Paths) -> None:
         _embeddings_errors(task, given) if given is not None and not sizes else (),
         _read_errors([lambda: resolved(task, paths)]),
     )
+
+
+NO_FOLDER = ConfigError(
+    *("model.folder", "null", "sampling needs a model's folder in diffusers' format"),
+    "give --model FOLDER, or write model.folder",
+)
+
+
+def check_without_folder(task: SamplingTask) -> None:
+    """Refuse that there is no folder of the model, and what is wrong with the steps.
+
+    Raises:
+        ConfigErrors: with both.
+    """
+    _refuse([NO_FOLDER], _read_errors([lambda: resolved(task, None)]))
 
 
 def options(task: SamplingTask) -> dict[str, Any]:
@@ -151,8 +166,8 @@ def _guidance_errors(task: SamplingTask) -> Iterator[ConfigError]:
 def _embeddings_errors(task: SamplingTask, path: Path) -> Iterator[ConfigError]:
     sampling = task.settings.sampling
     guided = sampling.guided
-    found = files.shapes(path, "--embeddings")
-    yield from files.shape_errors(found, task.expected(guided), path, "--embeddings")
+    found = inputs.shapes(path, "--embeddings")
+    yield from inputs.shape_errors(found, task.expected(guided), path, "--embeddings")
     lengths = [found[name][1:2] for name in ("text", "negative_text") if name in found]
     if guided and sampling.guidance_batched and len(set(lengths)) > 1:
         both = " and ".join(str(n[0]) for n in lengths)
@@ -190,10 +205,10 @@ def _output_errors(task: SamplingTask, paths: Paths, writes: bool) -> Iterator[C
 
 
 def _noise_errors(task: SamplingTask, path: Path) -> Iterator[MaxattnError]:
-    found = files.shapes(path, "--noise", ("noise",))
+    found = inputs.shapes(path, "--noise", ("noise",))
     if found.get("noise", ())[1:] != task.latents:
         rule = f"the file contains noise [B, {', '.join(map(str, task.latents))}]"
         remedy = "make it for this height, width and frames"
         yield ConfigError("--noise", f"{path}: {found}", rule, remedy)
     else:
-        yield from _read_errors([partial(files.read, path, "--noise")])
+        yield from _read_errors([partial(inputs.read, path, "--noise")])

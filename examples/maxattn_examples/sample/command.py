@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from maxattn_examples.common import hosts
 from maxattn_examples.common.command import SettingsClass, parser_of, read_settings
 from maxattn_examples.common.pipeline_folder import Family
 
-from .files import Paths
+from .check import NO_FOLDER, check_without_folder
+from .inputs import Paths
 from .run import explain, generate
 from .task import SamplingTask
 
@@ -64,6 +66,8 @@ def draw(
         settings: from `settings_of`.
     """
     with hosts.first_speaks():
+        if settings.model.folder is None:
+            check_without_folder(make_task(settings, Path(os.devnull)))
         paths = paths_of(found, settings.model.folder)
         task, mesh = make_task(settings, paths.model), settings.make_mesh()
         if not found.plan:
@@ -153,9 +157,7 @@ def paths_of(found: argparse.Namespace, folder: str | None) -> Paths:
         ConfigErrors: no folder is given.
     """
     if folder is None:
-        rule = "sampling needs a model's folder in diffusers' format"
-        remedy = "give --model FOLDER, or write model.folder"
-        raise ConfigErrors([ConfigError("model.folder", "null", rule, remedy)])
+        raise ConfigErrors([NO_FOLDER])
     names = (name.replace("-", "_") for name in FILES)
     files = {name: getattr(found, name) for name in names}
     how = {"lora_scale": found.lora_scale, "lora_lenient": found.lora_lenient}

@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from maxattn.errors import ConfigError, did_you_mean
-from maxattn_examples.samplers.flow_euler import shifted
+from maxattn_examples.samplers.flow import shifted
 from maxattn_examples.samplers.sampler import KEYS, RENOISING, Given, Key, clean_end
 
 TABLE = Path(__file__).with_suffix(".yml")

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
+import numpy as np
 
 import maxattn as ma
-from maxattn import sharding
-from maxattn.errors import ConfigError, MaxattnError
-from maxattn.steps import Step, Steps, resolve
-from maxattn_examples.common.compiled import split
-from maxattn_examples.samplers import keys_of, start
+from maxattn.errors import ConfigError
+from maxattn.steps import Steps, resolve
+from maxattn_examples.common.pipeline_folder import SECOND, boundary_of
+from maxattn_examples.samplers import flow
 from maxattn_examples.samplers.sampler import Sampler
 
-from .facts import curve_facts, weights_facts
-from .fast import FastSettings, with_curve
-from .files import Paths
-from .rows import Rows
-from .task import Arrays, Expert, SamplingTask
+from .inputs import Paths
+from .settings import FastSettings, with_curve
+from .task import Expert, SamplingTask
+from .weights import lora_scale
 
 FEW = 8  # with fewer steps, those that must compute leave next to nothing
 Overrides = tuple[tuple[str, Any], ...]
@@ -42,11 +41,11 @@ class RunSteps(NamedTuple):
     steps: Steps
 
 
-def resolved(task: SamplingTask, paths: Paths, divides: bool = True) -> RunSteps:
+def resolved(task: SamplingTask, paths: Paths | None, divides: bool = True) -> RunSteps:
     """Resolve what each step of a run computes.
 
     Args:
-        paths: of the weights, which a curve depends on.
+        paths: of the weights, which a curve depends on; None if no folder is known.
         divides: whether the prompts' batch rows divide evenly over the devices. If not, an expert
             without guidance is called with the negative prompt's rows too.
 
@@ -62,7 +61,7 @@ def resolved(task: SamplingTask, paths: Paths, divides: bool = True) -> RunSteps
         if fast is not None and fast.preset is not None and count < FEW:
             rule = f"it saves almost nothing in fewer than {FEW} steps, and the run has {count}"
             raise ConfigError(f"sampling.{key}.preset", fast.preset, rule, "leave it out")
-    facts = partial(curve_facts, task, sampler, paths)
+    facts = partial(curve_facts, task, sampler, paths) if paths is not None else dict
     each = [with_curve(fast, facts) for fast in given]
     settings = each if len(each) > 1 else each[0]
     counts, guided = [x.steps for x in experts], [x.guided for x in experts]
@@ -115,100 +114,95 @@ def plans_of(
         yield from (plan for plan in plans.values() if plan.call.role == "self")
 
 
-def attention_seconds(
-    task: SamplingTask, steps: Steps, rows: Rows, lengths: Mapping[str, int], mesh: Any
-) -> tuple[float, float] | None:
-    """Estimate the seconds of self-attention in a run, and in one without `sampling.fast`.
+# ---- settings that a measurement depends on --------------------------------------------------
 
-    Returns:
-        None if a kernel has no estimate, or if attention differs between layers.
+PIECE, PIECES = 2**12, 16  # bytes, and how many of a large tensor are read
+
+
+def weights_facts(task: SamplingTask, paths: Paths) -> dict[str, Any]:
+    """Return the hash of each transformer and of the LoRA weights merged into it."""
+    has_two = boundary_of(paths.model) is not None
+    found: dict[str, Any] = {}
+    lora = []
+    for number, part in enumerate((task.part, SECOND) if has_two else (task.part,)):
+        key = "checkpoint" + (f"_{number + 1}" if number else "")
+        found[key] = checkpoint_hash(paths.weights_of(part))
+        if (file := paths.lora_of(part)) is not None:
+            names = paths.lora_names
+            named = (
+                "" if names is None else f", names {sha256(names.read_bytes()).hexdigest()[:16]}"
+            )
+            lora.append(f"{part}: {checkpoint_hash(file)} x {lora_scale(task, paths):g}{named}")
+    return found | {"lora": lora}
+
+
+def curve_facts(task: SamplingTask, sampler: Sampler, paths: Paths) -> dict[str, Any]:
+    """Return the facts that a MagCache curve depends on."""
+    sizes = {key: x for key, x in vars(task.sizes).items() if isinstance(x, int)}
+    experts = 1 if boundary_of(paths.model) is None else 2
+    return {
+        **sizes,
+        "experts": experts,
+        "sampler": sampler.name,
+        "shift": shift_of(sampler),
+        "guidance": task.settings.sampling.cfg_scale,
+        "embedded_guidance": task.embedded_guidance,
+        "latents": list(task.latents),
+        "dtype": task.settings.model.dtype,
+        **weights_facts(task, paths),
+    }
+
+
+def run_facts(task: SamplingTask, sampler: Sampler, paths: Paths) -> dict[str, Any]:
+    """Return the facts that the drift of a run depends on, without prompts and noise."""
+    settings, sampling = task.settings, task.settings.sampling
+    fast = sampling.fast
+    return {
+        **curve_facts(task, sampler, paths),
+        "sampler": str(replace(sampler, said_by="")).removesuffix(" ()"),
+        "steps": sampling.num_inference_steps,
+        "weights_dtype": sampling.weights_dtype,
+        "attention": settings.kernel_for("self"),
+        "cross_attention": settings.kernel_for("cross"),
+        "mask_padding_tokens": settings.mask_padding_tokens,
+        "guidance_batched": sampling.guidance_batched,
+        "samples": sampling.per_prompt,
+        "fast": {} if fast is None else fast.model_dump(mode="json", exclude_defaults=True),
+    }
+
+
+def shift_of(sampler: Sampler) -> float | None:
+    """Return the shift of a sampler's times, or None."""
+    options = sampler.options
+    if sampler.family == "even_flow":
+        return flow.shift_of(options, sampler.tokens)
+    return options.get("flow_shift", options.get("shift"))
+
+
+def checkpoint_hash(path: Path) -> str | None:
+    """Hash the weights of a folder or file; None if there are none.
+
+    The hash covers small tensors whole, and pieces spread over large ones.
     """
-    forward: dict[Overrides, float] = {}
-    for overrides in {(), *(step.attention for step in steps)}:
-        own = with_attention(task, overrides) if overrides else task
-        plans = own.plans(rows.samples * rows.calls, lengths, mesh).values()
-        found = [plan for plan in plans if plan.call.role == "self"]
-        if len(found) != 1 or found[0].strategy.name != "none":
-            return None
-        local = found[0].strategy.local_call(found[0].padded_call)
-        times = found[0].kernel.microseconds(local, found[0].target)
-        if times is None:
-            return None
-        forward[overrides] = task.layers * times[0] / 1e6 / rows.calls
-    used = sum(step.forwards(task.layers) * forward[step.attention] for step in steps)
-    return used, steps.whole * forward[()]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not all(file.is_file() for file in files) or not files:
+        return None
+    found = sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            header = opened.read(int.from_bytes(opened.read(8), "little"))
+            found.update(header)
+            for place in _places(json.loads(header), opened.tell()):
+                opened.seek(place)
+                found.update(opened.read(PIECE))
+    return found.hexdigest()[:16]
 
 
-def fast_lines(
-    task: SamplingTask,
-    paths: Paths,
-    run: RunSteps,
-    told: tuple[Arrays, ...],
-    rows: Rows,
-    lengths: Mapping[str, int],
-    mesh: jax.sharding.Mesh | None,
-) -> Iterator[str]:
-    """Describe which steps compute and reuse, their memory, and the known loss of accuracy."""
-    table = run.steps.table(kept_bytes=kept_bytes(task, run, told, rows, mesh))
-    if not table:
-        return
-    yield from table.splitlines()
-    try:
-        seconds = attention_seconds(task, run.steps, rows, lengths, mesh)
-    except MaxattnError:
-        seconds = None
-    if seconds is not None:
-        yield "self-attention takes {:.3g} s instead of {:.3g} s, by estimates".format(*seconds)
-    fast = task.settings.sampling.fast
-    if fast is not None and fast.preset is not None:
-        yield f"preset {fast.preset}" + ("" if fast.cache else ", without its cache")
-    found = weights_facts(task, paths)["checkpoint"]
-    weights = "these weights" if found is None else f"weights {found}"
-    yield f"what this costs on {weights} is not known: examples/compare.py measures it"
-
-
-def kept_bytes(
-    task: SamplingTask,
-    run: RunSteps,
-    told: tuple[Arrays, ...],
-    rows: Rows,
-    mesh: jax.sharding.Mesh | None,
-) -> int:
-    """Return the most bytes per device that a run saves between two steps, without running it."""
-    from .loop import Inputs, take
-
-    if not any(step.keeps for step in run.steps):
-        return 0
-    settings: Any = task.settings
-    # Scanned layers are traced once, and shapes do not depend on kernels.
-    plain = {"attention": "auto", "attention_kernel": None, "cross_attention": "auto"}
-    scanned = settings.replace(model=settings.model.replace(scan_layers=True), **plain)
-    changed: Any = task
-    task = replace(changed, settings=scanned)
-    structure, leaves = split(nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0))))
-    schedule = run.sampler.schedule(task.settings.sampling.num_inference_steps)
-    noise = jax.ShapeDtypeStruct((rows.samples, *task.latents[1:], task.latents[0]), jnp.float32)
-    keys = None if schedule.fresh is None else keys_of(0, rows.samples)
-    state = jax.eval_shape(start, schedule, noise, keys)
-    alone = ({name: x[-rows.samples :] for name, x in told[-1].items()},)
-
-    def left(step: Step, kept: Any, leaves: Any, state: Any, told: Any, alone: Any) -> Any:
-        model = structure.merge(leaves)
-        what = told if step.guidance == "two" else alone
-        known = tuple(task.told(model, each) for each in what)
-        own = replace(step, attention=())
-        given = Inputs(schedule, jnp.int32(0), state, known, jnp.float32(1), own)
-        return take(partial(task.predict, model), given, kept)[1]
-
-    with ma.Target.named("cpu").assumed():
-        size = partial(_on_device, mesh=mesh)
-        return run.steps.memory(left, leaves, state, told, alone, size=size)
-
-
-def _on_device(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh | None) -> int:
-    """Return an array's bytes on one device: its share of the batch, and of tokens."""
-    parts, size = sharding.mesh_shape(mesh), x.size * x.dtype.itemsize
-    for n, letter in zip(x.shape, "BT" if x.ndim == 3 else "B", strict=False):
-        ways = sharding.ways(letter, parts)
-        size //= ways if n % ways == 0 else 1
-    return size
+def _places(header: dict[str, Any], start: int) -> Iterator[int]:
+    """Yield the offsets in the file at which the hashed pieces of each tensor begin."""
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            begin, end = tensor["data_offsets"]
+            count = min(PIECES, -(-(end - begin) // PIECE))
+            spread = np.linspace(begin, max(begin, end - PIECE), count)
+            yield from (start + spread.astype(int)).tolist()

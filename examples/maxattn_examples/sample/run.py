@@ -5,25 +5,36 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+import maxattn as ma
 from maxattn import sharding
 from maxattn.errors import ConfigError
-from maxattn.steps import Steps
+from maxattn.steps import Step, Steps
+from maxattn_examples import samplers
 from maxattn_examples.common import hosts
-from maxattn_examples.samplers.schedule import keys_of
+from maxattn_examples.common.compiled import split
 
-from . import files
+from . import inputs
 from .check import check, check_plan
-from .files import Paths
-from .loop import Walk
-from .resolve import RunSteps, fast_lines, plans_of, predicts_both, resolved
-from .rows import Rows, assumed, assumed_lengths, batch_ways, noise, place, told_in_rows
+from .inputs import Paths, Rows, assumed, assumed_lengths, batch_ways, noise, place, told_in_rows
+from .loop import Inputs, Walk, take
+from .resolve import (
+    Overrides,
+    RunSteps,
+    plans_of,
+    predicts_both,
+    resolved,
+    weights_facts,
+    with_attention,
+)
 from .task import Arrays, SamplingTask
 from .weights import load
 
@@ -101,7 +112,7 @@ def run_of(task: SamplingTask, paths: Paths, rows: Rows) -> RunSteps:
 def start_of_plan(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
     """Return a run's inputs; without an embeddings file, zeros in the shapes of a prompt."""
     given = paths.embeddings
-    arrays = assumed(task) if given is None else files.read(given, "--embeddings")
+    arrays = assumed(task) if given is None else inputs.read(given, "--embeddings")
     return _told(task, arrays, mesh)
 
 
@@ -126,7 +137,7 @@ def _told(task: SamplingTask, arrays: Arrays, mesh: Mesh | None) -> Start:
 def arrays_of(task: SamplingTask, paths: Paths) -> Arrays:
     """Read or encode the model's conditions."""
     if paths.embeddings is not None:
-        return files.read(paths.embeddings, "--embeddings")
+        return inputs.read(paths.embeddings, "--embeddings")
     began = time.perf_counter()
     arrays = task.encode(paths.model, paths.image)
     device = task.settings.sampling.torch_device
@@ -142,7 +153,7 @@ def noise_of(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
     """
     if paths.noise is None:
         return noise(task.settings.sampling.seed, rows, task.latents)
-    given = files.read(paths.noise, "--noise")["noise"].astype(np.float32)
+    given = inputs.read(paths.noise, "--noise")["noise"].astype(np.float32)
     if len(given) != rows.wanted:
         value = f"{paths.noise}: {len(given)} rows"
         rule = f"one for each of the {rows.wanted} samples"
@@ -154,15 +165,15 @@ def _opening(
     task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
 ) -> Iterator[str]:
     """Yield the lines that a run prints first."""
-    sampling, rows, lengths = task.settings.sampling, start.rows, start.lengths
-    for plan in plans_of(task, run.steps, rows.samples * rows.calls, lengths, mesh):
+    sampling, rows = task.settings.sampling, start.rows
+    for plan in plans_of(task, run.steps, rows.samples * rows.calls, start.lengths, mesh):
         yield plan.explain()
     if (row := sampling.distilled_as) is not None:
         yield f"distilled {row.name}: {row.of}"
     yield f"sampler   {run.sampler}, {sampling.num_inference_steps} steps"
     yield from _guidance_lines(task, rows, run)
     yield from _experts_lines(run)
-    fast = fast_lines(task, paths, run, start.told, rows, lengths, mesh)
+    fast = _fast_lines(task, paths, start, run, mesh)
     for heading, line in zip(chain(["fast"], repeat("")), fast, strict=False):
         yield f"{heading:<10}{line}"
     yield f"latents   {list(task.latents)}"
@@ -204,6 +215,90 @@ def _computed(steps: Steps) -> str:
     return f"{'at most ' * ('?' in steps.letters)}{steps.forwards:g} forwards"
 
 
+def _fast_lines(
+    task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
+) -> Iterator[str]:
+    """Describe which steps compute and reuse, their memory, and the known loss of accuracy."""
+    table = run.steps.table(kept_bytes=_kept_bytes(task, start, run, mesh))
+    if not table:
+        return
+    yield from table.splitlines()
+    seconds = _attention_seconds(task, start, run.steps, mesh)
+    if seconds is not None:
+        yield "self-attention takes {:.3g} s instead of {:.3g} s, by estimates".format(*seconds)
+    fast = task.settings.sampling.fast
+    if fast is not None and fast.preset is not None:
+        yield f"preset {fast.preset}" + ("" if fast.cache else ", without its cache")
+    found = weights_facts(task, paths)["checkpoint"]
+    weights = "these weights" if found is None else f"weights {found}"
+    yield f"what this costs on {weights} is not known: examples/compare.py measures it"
+
+
+def _attention_seconds(
+    task: SamplingTask, start: Start, steps: Steps, mesh: Mesh | None
+) -> tuple[float, float] | None:
+    """Estimate the seconds of self-attention in a run, and in one without `sampling.fast`.
+
+    Returns:
+        None if a kernel has no estimate, or if attention differs between layers.
+    """
+    forward: dict[Overrides, float] = {}
+    rows = start.rows
+    for overrides in {(), *(step.attention for step in steps)}:
+        own = with_attention(task, overrides) if overrides else task
+        plans = own.plans(rows.samples * rows.calls, start.lengths, mesh).values()
+        found = [plan for plan in plans if plan.call.role == "self"]
+        if len(found) != 1 or found[0].strategy.name != "none":
+            return None
+        local = found[0].strategy.local_call(found[0].padded_call)
+        times = found[0].kernel.microseconds(local, found[0].target)
+        if times is None:
+            return None
+        forward[overrides] = task.layers * times[0] / 1e6 / rows.calls
+    used = sum(step.forwards(task.layers) * forward[step.attention] for step in steps)
+    return used, steps.whole * forward[()]
+
+
+def _kept_bytes(task: SamplingTask, start: Start, run: RunSteps, mesh: Mesh | None) -> int:
+    """Return the most bytes per device that a run saves between two steps, without running it."""
+    if not any(step.keeps for step in run.steps):
+        return 0
+    settings: Any = task.settings
+    # Scanned layers are traced once, and shapes do not depend on kernels.
+    plain = {"attention": "auto", "attention_kernel": None, "cross_attention": "auto"}
+    scanned = settings.replace(model=settings.model.replace(scan_layers=True), **plain)
+    changed: Any = task
+    task = replace(changed, settings=scanned)
+    structure, leaves = split(nnx.eval_shape(lambda: task.build(mesh, nnx.Rngs(0))))
+    schedule = run.sampler.schedule(task.settings.sampling.num_inference_steps)
+    rows, (channels, *size) = start.rows.samples, task.latents
+    noise = jax.ShapeDtypeStruct((rows, *size, channels), jnp.float32)
+    keys = None if schedule.fresh is None else samplers.keys_of(0, rows)
+    state = jax.eval_shape(samplers.start, schedule, noise, keys)
+    alone = ({name: x[-rows:] for name, x in start.told[-1].items()},)
+
+    def left(step: Step, kept: Any, leaves: Any, state: Any, told: Any, alone: Any) -> Any:
+        model = structure.merge(leaves)
+        what = told if step.guidance == "two" else alone
+        known = tuple(task.told(model, each) for each in what)
+        own = replace(step, attention=())
+        given = Inputs(schedule, jnp.int32(0), state, known, jnp.float32(1), own)
+        return take(partial(task.predict, model), given, kept)[1]
+
+    with ma.Target.named("cpu").assumed():
+        on_device = partial(_on_device, mesh=mesh)
+        return run.steps.memory(left, leaves, state, start.told, alone, size=on_device)
+
+
+def _on_device(x: jax.ShapeDtypeStruct, mesh: Mesh | None) -> int:
+    """Return an array's bytes on one device: its share of the batch, and of tokens."""
+    parts, size = sharding.mesh_shape(mesh), x.size * x.dtype.itemsize
+    for n, letter in zip(x.shape, "BT" if x.ndim == 3 else "B", strict=False):
+        ways = sharding.ways(letter, parts)
+        size //= ways if n % ways == 0 else 1
+    return size
+
+
 def walk_of(
     task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
 ) -> Walk:
@@ -212,7 +307,7 @@ def walk_of(
     schedule, renoises = run.sampler.schedule(count), run.sampler.renoises
     told = tuple({name: place(x, mesh) for name, x in part.items()} for part in start.told)
     first = place(np.moveaxis(noise_of(paths, start.rows, task), 1, -1), mesh)
-    keys = place(keys_of(seed, start.rows.samples), mesh) if renoises else None
+    keys = place(samplers.keys_of(seed, start.rows.samples), mesh) if renoises else None
     wanted = start.rows.wanted
     return Walk(task, told, first, schedule, run.steps, keys=keys, mesh=mesh, wanted=wanted)
 
@@ -236,7 +331,7 @@ def _sampled(
 def _write(task: SamplingTask, paths: Paths, latents: np.ndarray) -> None:
     if paths.latents is not None:
         arrays = {"latents": np.asarray(jnp.asarray(latents, jnp.float32))}
-        print(files.write(paths.latents, arrays, str(paths.model)))
+        print(inputs.write(paths.latents, arrays, str(paths.model)))
     if paths.out is None:
         return
     began = time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, did_you_mean
 from maxattn_examples.common.pipeline_folder import read_mapping
-from maxattn_examples.samplers.euler import Betas
+from maxattn_examples.samplers.discrete import Betas
 from maxattn_examples.samplers.sampler import CLASSES, Family, Given, Sampler
 
 NAMES = {name: short for short, name in CLASSES.items()}

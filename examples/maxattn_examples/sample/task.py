@@ -17,13 +17,12 @@ from jaxtyping import Array, Float
 
 import maxattn as ma
 from maxattn.errors import ConfigError
-from maxattn_examples.common.model_config import size_of
-from maxattn_examples.common.pipeline_folder import Family, config_of
-from maxattn_examples.common.scan import scan_here
+from maxattn_examples.common.compiled import scan_here
+from maxattn_examples.common.pipeline_folder import Family, config_of, size_of
 from maxattn_examples.common.shapes import Form
 from maxattn_examples.samplers.sampler import Sampler
 
-from . import media, torch_parts
+from .torch_parts import picture, pictures
 
 Arrays = dict[str, np.ndarray]
 Part = Literal["transformer", "unet"]
@@ -46,7 +45,7 @@ class Expert(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingTask(ABC):
-    """A model that is sampled. Arrays have the names and layouts of `files.py`.
+    """A model that is sampled. Arrays have the names and layouts of `inputs.py`.
 
     Args:
         settings: of attention, with the sections `model` and `sampling`.
@@ -213,8 +212,8 @@ class PictureTask(SamplingTask):
 
     def pixels(self, folder: Path, latents: np.ndarray) -> list[np.ndarray]:
         """Decode latents into pictures."""
-        return torch_parts.pictures(folder, latents, self.settings.sampling.torch_device)
+        return pictures(folder, latents, self.settings.sampling.torch_device)
 
     def write(self, shown: Sequence[np.ndarray], out: Path) -> list[Path]:
         """Write pictures."""
-        return [media.picture(picture, out / f"{i:03}.png") for i, picture in enumerate(shown)]
+        return [picture(pixels, out / f"{i:03}.png") for i, pixels in enumerate(shown)]

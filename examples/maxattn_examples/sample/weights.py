@@ -13,7 +13,6 @@ from flax import nnx
 
 from maxattn import weights
 from maxattn.errors import ConfigError, MaxattnError, WeightsError
-from maxattn_examples.common.model_config import whole_errors
 from maxattn_examples.common.pipeline_folder import (
     FIRST,
     NAMES,
@@ -24,10 +23,11 @@ from maxattn_examples.common.pipeline_folder import (
     index_of,
     lacking,
     part_of,
+    whole_errors,
 )
 
 from .distilled import named_by
-from .files import Paths
+from .inputs import Paths
 from .task import SamplingTask
 
 LEAVE_OUT = "pass strict=False"  # begins the remedy for weights of which some fit
@@ -77,6 +77,7 @@ def load(
     """Build the model and read its weights directly onto the mesh; merge LoRA weights, if any.
 
     Args:
+
         part: of the pipeline's folder; default the task's.
     """
     began = time.perf_counter()

@@ -1,8 +1,8 @@
 """Samplers as tables: each makes a `Schedule` of coefficients, and one step function runs them all.
 
-    from maxattn_examples.samplers import flow_euler, unipc, euler, ddim, sample
+    from maxattn_examples.samplers import unipc, sample
 
-    schedule = unipc.schedule(steps=50, shift=3.0)
+    schedule = unipc(steps=50, shift=3.0)
     predict = lambda x, t: model(x, jnp.broadcast_to(t, x.shape[:1]), kv=kv)
     latents = sample(predict, noise, schedule)
 
@@ -10,7 +10,8 @@
 also need `keys_of(seed, rows)`, from which each sample's new noise is drawn.
 """
 
-from . import ddim, euler, flow_euler, flow_lcm, lcm, unipc
+from .discrete import ddim, euler, lcm
+from .flow import flow_euler, flow_lcm, unipc
 from .schedule import Schedule, State, keys_of, sample, start, step
 
 __all__ = [

@@ -11,9 +11,8 @@ from jaxtyping import Float
 
 from maxattn.errors import ConfigError
 
-from . import ddim, euler, flow_euler, flow_lcm, lcm, unipc
-from .euler import Betas, known_sigmas
-from .flow_euler import shifted
+from . import flow
+from .discrete import Betas, ddim, euler, known_sigmas, lcm
 from .schedule import Schedule
 
 Family = Literal["flow", "even_flow", "discrete"]
@@ -77,41 +76,41 @@ class Sampler:
             raise ConfigError("sampling.num_inference_steps", steps, rule, f"use at most {most}")
         betas = Betas(**{key: o[key] for key in Betas.__dataclass_fields__})
         if self.name == "ddim":
-            return ddim.schedule(steps, betas, set_alpha_to_one=o["set_alpha_to_one"])
+            return ddim(steps, betas, set_alpha_to_one=o["set_alpha_to_one"])
         how: dict[str, Any] = {} if self.given is None else self.given.discrete(self.name, betas)
         if self.name == "euler":
-            return euler.schedule(steps, betas, **how)
+            return euler(steps, betas, **how)
         how |= {key: o[key] for key in ("original_inference_steps", "timestep_scaling")}
         if self.given is None and steps > (known := how["original_inference_steps"]):
             rule = f"lcm chooses among the {known} times of original_inference_steps"
             remedy = f"use at most {known}, or write sampling.timesteps"
             raise ConfigError("sampling.num_inference_steps", steps, rule, remedy)
-        return lcm.schedule(steps, betas, **how)
+        return lcm(steps, betas, **how)
 
     def _flow(self, steps: int, most: int) -> Schedule:
         """Make the schedule for a model that predicts velocities."""
         o = self.options
         if self.name == "unipc":
             how: dict[str, Any] = {"order": o["solver_order"], "train_steps": most}
-            return unipc.schedule(
+            return flow.unipc(
                 steps, o["flow_shift"], uncorrected=tuple(o["disable_corrector"]), **how
             )
         by_size = self.family == "even_flow"
-        shift = flow_euler.shift_of(o, self.tokens) if by_size else o["shift"]
+        shift = flow.shift_of(o, self.tokens) if by_size else o["shift"]
         if self.given is not None:
             sigmas = self.given.flow(shift, most)
         else:
-            grid = flow_euler.even_sigmas if by_size else flow_euler.usual_sigmas
+            grid = flow.even_sigmas if by_size else flow.usual_sigmas
             sigmas = grid(steps, shift, most)
         if self.name == "flow_euler":
-            return flow_euler.over(sigmas, train_steps=most)
+            return flow.euler_over(sigmas, train_steps=most)
         scale = float(sigmas[0]) if self.scales_noise else 1.0
-        return flow_lcm.over(sigmas, train_steps=most, noise_scale=scale)
+        return flow.lcm_over(sigmas, train_steps=most, noise_scale=scale)
 
     def __str__(self) -> str:
         options = dict(self.options)
         if options.get("use_dynamic_shifting"):
-            shift = flow_euler.shift_of(options, self.tokens)
+            shift = flow.shift_of(options, self.tokens)
             options["shift"] = f"{shift:.3g} by {self.tokens} tokens"
         shown = [f"{key} {options[key]}" for key in SHOWN if key in options]
         if self.given is not None or self.name == "lcm":
@@ -177,7 +176,7 @@ class Given:
             rule = f"noise is {most}, and clean is 0, where the last step ends"
             raise ConfigError(self.setting, self, rule, f"write {most} and less, above 0")
         sigmas = np.array(self.values) / most
-        return np.append(sigmas if self.warped else shifted(sigmas, shift), 0.0)
+        return np.append(sigmas if self.warped else flow.shifted(sigmas, shift), 0.0)
 
     def discrete(self, sampler: str, betas: Betas) -> dict[str, tuple[float, ...]]:
         """Return the list as an argument of the sampler's `schedule`.

@@ -1,4 +1,4 @@
-"""One step function for every sampler: sums of arrays, with coefficients from the sampler's file.
+"""One step function for every sampler: sums of arrays, with coefficients from its schedule.
 
 x is the sample, y the model's output for scale * x at a time, m a sum of both that is stored,
 m1..mK those that earlier steps stored (the latest first), `last` the corrected sample of the step
@@ -202,7 +202,7 @@ def sample(
     >>> clean = jnp.array([[1.0, 2.0]])
     >>> noise = jax.random.normal(jax.random.key(0), clean.shape)
     >>> velocity = lambda x, t: (x - clean) / (t / 1000)    # of a model that knows the answer
-    >>> sample(velocity, noise, flow_euler.schedule(steps=4, shift=3.0)).round(3).tolist()
+    >>> sample(velocity, noise, flow_euler(steps=4, shift=3.0)).round(3).tolist()
     [[1.0, 2.0]]
     """
 

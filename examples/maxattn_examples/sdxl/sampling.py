@@ -23,8 +23,7 @@ from maxattn_examples.sample.task import Arrays, PictureTask
 from maxattn_examples.sample.torch_parts import TextEncoder, negated, to_numpy
 from maxattn_examples.samplers.sampler import Sampler
 
-from .settings import Settings
-from .sizes import Sizes
+from .settings import Settings, Sizes
 from .unet import UNet
 
 

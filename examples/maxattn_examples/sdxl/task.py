@@ -24,13 +24,12 @@ import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn_examples.common.pipeline_folder import Family
 from maxattn_examples.common.shapes import Form, Shapes, shape_errors
-from maxattn_examples.samplers.euler import Betas
+from maxattn_examples.samplers.discrete import Betas
 from maxattn_examples.samplers.sampler import Sampler
 from maxattn_examples.train.task import Arrays, LatentTask, replaced
 
 from .sampling import SdxlSamplingTask, plans
-from .settings import Settings
-from .sizes import SIZE_NUMBERS, Sizes
+from .settings import SIZE_NUMBERS, Settings, Sizes
 from .unet import UNet
 
 

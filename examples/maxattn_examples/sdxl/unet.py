@@ -24,19 +24,21 @@ from maxattn.steps import Layers
 from maxattn_examples.common.layers import Embedding, sinusoids
 from maxattn_examples.common.shapes import fits
 
-from .attention import LayersKV, Text, Transformer
-from .layers import (
+from .blocks import (
     Config,
     Downsample,
     Image,
+    LayersKV,
     Mesh,
     ResnetBlock,
+    Text,
+    Transformer,
     Upsample,
     activated,
     conv3,
     group_norm,
 )
-from .sizes import SIZE_NUMBERS, Sizes
+from .settings import SIZE_NUMBERS, Sizes
 
 
 class Level(nnx.Module):

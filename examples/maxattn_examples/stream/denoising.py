@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from maxattn.errors import InputError
-from maxattn_examples.samplers.flow_euler import shifted
+from maxattn_examples.samplers.flow import shifted
 
 SAMPLERS = ("few_step", "flow_euler")
 TRAINING_TIMES = 1000

@@ -20,11 +20,16 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, InputError
 from maxattn.tools.writable import unwritable
 from maxattn_examples.common import hosts
-from maxattn_examples.common.model_config import block_errors, block_note
-from maxattn_examples.common.pipeline_folder import boundary_of, part_of, pipeline_errors
-from maxattn_examples.sample import files
+from maxattn_examples.common.pipeline_folder import (
+    block_errors,
+    block_note,
+    boundary_of,
+    part_of,
+    pipeline_errors,
+)
+from maxattn_examples.sample import inputs
 from maxattn_examples.sample.check import options
-from maxattn_examples.sample.files import Paths
+from maxattn_examples.sample.inputs import Paths
 from maxattn_examples.sample.task import Arrays
 from maxattn_examples.sample.torch_parts import Needs, without_torch
 from maxattn_examples.sample.weights import check_weights, load
@@ -145,6 +150,7 @@ class StreamRun:
     def run(self, mesh: jax.sharding.Mesh | None = None) -> np.ndarray:
         """Stream the video; return its latents [1, C, F, h, w].
 
+
         Raises:
             ConfigErrors: all errors, before weights are read.
         """
@@ -189,7 +195,7 @@ class StreamRun:
 
     def _arrays(self) -> Arrays:
         if self.embeddings is not None:
-            return files.read(self.embeddings, "--embeddings")
+            return inputs.read(self.embeddings, "--embeddings")
         sampling = self.settings.sampling
         if self.folder is None:
             shape = (len(self.scenes), sampling.text_tokens, self.task.sizes.text_dim)
@@ -204,7 +210,7 @@ class StreamRun:
         """Start the video, with the prefix if there is one."""
         rollout, prefix = self.settings.rollout, None
         if self.prefix is not None:
-            prefix = files.read(self.prefix, "--prefix")["latents"].astype(np.float32)
+            prefix = inputs.read(self.prefix, "--prefix")["latents"].astype(np.float32)
         more = {"positions": rollout.positions}
         if rollout.cache_dtype is not None:
             more["dtype"] = rollout.cache_dtype
@@ -249,7 +255,7 @@ class StreamRun:
 
     def _written(self, name: str, latents: np.ndarray) -> Path:
         arrays = {"latents": np.asarray(latents, np.float32)}
-        return files.write(self.latents / f"{name}.safetensors", arrays, str(self.folder))
+        return inputs.write(self.latents / f"{name}.safetensors", arrays, str(self.folder))
 
     def _progress(self, done: int, before: int, then: float) -> tuple[int, float]:
         """Print the progress at intervals, with the time per block since the last line."""
@@ -304,12 +310,12 @@ def _model_errors(run: StreamRun) -> Iterator[ConfigError]:
 def _file_errors(run: StreamRun) -> Iterator[ConfigError]:
     rows = None
     if run.embeddings is not None:
-        found = files.shapes(run.embeddings, "--embeddings")
+        found = inputs.shapes(run.embeddings, "--embeddings")
         rows = found["text"][0] if "text" in found else 0
         guided = run.denoising.rows > 1
         forms = run.task.expected(guided)
         forms.pop("first", None)
-        yield from files.shape_errors(found, forms, run.embeddings, "--embeddings")
+        yield from inputs.shape_errors(found, forms, run.embeddings, "--embeddings")
     if run.blocks < 1:
         rule = "a video has at least one block"
         yield ConfigError("--blocks", run.blocks, rule, "write 1 or more")
@@ -339,7 +345,7 @@ def _text_errors(run: StreamRun) -> Iterator[ConfigError]:
 def _prefix_errors(run: StreamRun) -> Iterator[ConfigError]:
     if run.prefix is None:
         return
-    shape = files.shapes(run.prefix, "--prefix", ("latents",)).get("latents", ())
+    shape = inputs.shapes(run.prefix, "--prefix", ("latents",)).get("latents", ())
     rows, columns, channels = run.sides
     if len(shape) != 5 or (*shape[:2], *shape[3:]) != (1, channels, rows, columns):
         rule = f"the file contains latents [1, {channels}, F, {rows}, {columns}]"

@@ -6,7 +6,7 @@ A program trains a model of its own by `train(task)`:
     import jax.numpy as jnp
     import maxattn as ma
     from maxattn_examples.train import flow, train
-    from maxattn_examples.train.latents import LatentFolder
+    from maxattn_examples.train.data import LatentFolder
     from maxattn_examples.train.settings import DataSettings, TrainingSettings
     from maxattn_examples.train.task import Task
 
@@ -34,10 +34,9 @@ A program trains a model of its own by `train(task)`:
 
     model, losses = train(Mine())
 
-Files: settings, task (the interface of a model), data and latents (examples, in batches), state and
-step (the arrays that a step updates, and how), loop, checkpoint, progress (the bar, TensorBoard,
-profiles), cost (operations, and MFU), samples, lora, export, flow and forcing (times and noise),
-self_forcing.
+Files: settings, task (the interface of a model), data (examples, in batches), step (and the arrays
+that it updates), loop, checkpoint (and the exported result), progress (the bar, TensorBoard,
+profiles, operations and MFU), samples, lora, flow and forcing (times and noise).
 """
 
 from __future__ import annotations

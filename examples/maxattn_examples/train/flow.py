@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from maxattn_examples.samplers.flow_euler import shifted
+from maxattn_examples.samplers.flow import shifted
 
 from .settings import FlowTraining
 

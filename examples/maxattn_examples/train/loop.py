@@ -21,16 +21,13 @@ from maxattn.tools.xla_options import xla_options
 from maxattn_examples.common import hosts
 from maxattn_examples.common.hosts import Rows
 
-from . import state as states
-from .checkpoint import Checkpoints, is_there
-from .cost import Cost, cost_of
+from . import step as steps
+from .checkpoint import Checkpoints, export, is_there
 from .data import batches
-from .export import export
-from .progress import Board, Profiler, Progress, recent
+from .progress import Board, Cost, Profiler, Progress, cost_of, recent
 from .samples import Samples
 from .settings import TrainingSettings
-from .state import Parts, State
-from .step import Facts, Step, optimizer, schedule
+from .step import Facts, Parts, State, Step, optimizer, schedule
 from .task import Arrays, Task
 
 NOT_EXPORTED = (
@@ -129,15 +126,15 @@ class Training:
         rank, adamw = self.training.lora_rank, optimizer(self.training)
         averaged = self.training.ema_decay > 0
         if checkpoints.step and not rank:
-            parts = Parts(states.abstract(self.task, self.mesh), rank)
+            parts = Parts(steps.abstract(self.task, self.mesh), rank)
             if parts.all_learn:
                 return parts, checkpoints.load(parts.form(adamw, averaged, self.mesh)), {}
-        model = states.build(self.task, self.mesh)
-        parts, (trained, fixed) = Parts(model, rank), states.split(model, rank)
+        model = steps.build(self.task, self.mesh)
+        parts, (trained, fixed) = Parts(model, rank), steps.split(model, rank)
         form = parts.form(adamw, averaged, self.mesh)
         if checkpoints.step:
             return parts, checkpoints.load(form), fixed
-        return parts, states.begin(trained, adamw, form), fixed
+        return parts, steps.begin(trained, adamw, form), fixed
 
     def cost(self, state: State, fixed: Any) -> Cost:
         """Count the cost of a step."""
@@ -178,7 +175,7 @@ class Steps:
         self.checkpoints, self.losses = checkpoints, losses
         self.training, first = run.training, len(losses)
         self.cost = run.cost(state, fixed)
-        self._step = Step(run.task, run.parts, fixed, self._empty(), states.shardings(state))
+        self._step = Step(run.task, run.parts, fixed, self._empty(), steps.shardings(state))
         self._data = batches(run.source, self.training.batch_size, self.training.seed, run.rows)
         if checkpoints.step:
             self._data.set_state(checkpoints.facts["data"])

@@ -23,7 +23,7 @@ from maxattn.weights.replacing import replacing
 from maxattn_examples.common import hosts, pictures
 from maxattn_examples.samplers import keys_of, sample
 
-from .state import Parts, Tree
+from .step import Parts, Tree
 from .task import Examples, Task
 
 Latents = Float[np.ndarray, "n C F h w"]

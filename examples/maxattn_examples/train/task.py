@@ -19,8 +19,7 @@ from maxattn.errors import ConfigError
 from maxattn_examples.common.pipeline_folder import Family, check_pipeline, part_of
 from maxattn_examples.common.shapes import Shapes
 
-from .data import Source
-from .latents import LatentFolder
+from .data import LatentFolder, Source
 
 Arrays = dict[str, Array]
 

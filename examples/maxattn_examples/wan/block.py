@@ -15,10 +15,17 @@ from maxattn import sharding
 from maxattn.masks import Mask
 from maxattn.modules import KV, GatedBranch, adaptive_norm
 from maxattn.streaming import CacheLayer
-from maxattn_examples.common.layers import Embedding, FeedForward, norm32, sinusoids
-from maxattn_examples.common.residual import Residual, residual, rows_of
+from maxattn_examples.common.layers import (
+    Embedding,
+    FeedForward,
+    Residual,
+    norm32,
+    residual,
+    rows_of,
+    sinusoids,
+)
 
-from .sizes import Sizes
+from .settings import Sizes
 
 Config = ma.AttentionConfig | None
 Tokens = Float[Array, "B T D"]

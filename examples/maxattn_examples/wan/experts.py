@@ -22,7 +22,7 @@ from maxattn_examples.common.pipeline_folder import (
     pipeline_errors,
 )
 
-from .sizes import BOUNDARIES
+from .settings import BOUNDARIES
 
 if TYPE_CHECKING:
     from .settings import Settings

@@ -34,13 +34,12 @@ from maxattn import sharding
 from maxattn.errors import InputError
 from maxattn.modules import KV, adaptive_norm
 from maxattn.steps import Layers, are_stacked, count_layers, run_layers
+from maxattn_examples.common.compiled import make_layers, map_layers
 from maxattn_examples.common.forcing import Forcing, View, check_call, view_of
-from maxattn_examples.common.layers import norm32
-from maxattn_examples.common.residual import left_open, residual, rows_of
-from maxattn_examples.common.scan import make_layers, map_layers
+from maxattn_examples.common.layers import left_open, norm32, residual, rows_of
 
 from .block import Block, Conditions, Config, Time, Tokens, table
-from .sizes import Sizes
+from .settings import Sizes
 
 Latents = Float[Array, "B F H W C"]
 LayersKV = KV | tuple[KV, ...]

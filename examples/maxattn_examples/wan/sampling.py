@@ -22,7 +22,6 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.errors import ConfigError
 from maxattn.masks import Mask, TeacherForcing
-from maxattn_examples.common.model_config import size_of
 from maxattn_examples.common.pipeline_folder import (
     SECOND,
     boundary_error,
@@ -30,16 +29,16 @@ from maxattn_examples.common.pipeline_folder import (
     config_of,
     continues_images,
     index_of,
+    size_of,
 )
 from maxattn_examples.common.shapes import Form
-from maxattn_examples.sample import media
 from maxattn_examples.sample.task import Arrays, Expert, SamplingTask
+from maxattn_examples.sample.torch_parts import video
 from maxattn_examples.samplers.sampler import Sampler
 
 from . import experts, torch_parts
 from .model import WanTransformer3D
-from .settings import Settings
-from .sizes import Sizes
+from .settings import Settings, Sizes
 
 TRAINING_TIMES = 1000  # a boundary is a share of them
 
@@ -221,7 +220,7 @@ class WanSamplingTask(SamplingTask):
     def write(self, shown: Sequence[np.ndarray], out: Path) -> list[Path]:
         """Write videos."""
         fps = self.settings.sampling.fps
-        return [media.video(video, out / f"{i:03}", fps) for i, video in enumerate(shown)]
+        return [video(frames, out / f"{i:03}", fps) for i, frames in enumerate(shown)]
 
 
 def _last(x: Float[Array, "B C ..."] | None) -> Float[Array, "B ... C"] | None:

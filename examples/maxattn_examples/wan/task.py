@@ -24,8 +24,7 @@ from maxattn_examples.train.task import KEPT, Arrays, Fixed, LatentTask, replace
 from . import experts
 from .model import WanTransformer3D
 from .sampling import WanSamplingTask, plans, tokens
-from .settings import Settings
-from .sizes import Sizes
+from .settings import Settings, Sizes
 
 # The keys of a rollout that training depends on; those of drawing may change.
 FORCED = (

@@ -16,9 +16,8 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from maxattn_examples.common.pipeline_folder import continues_images, index_of
-from maxattn_examples.sample.media import to_pixels
 from maxattn_examples.sample.task import Arrays
-from maxattn_examples.sample.torch_parts import TextEncoder, to_numpy
+from maxattn_examples.sample.torch_parts import TextEncoder, to_numpy, to_pixels
 
 
 def texts(folder: Path, prompts: Mapping[str, Sequence[str]], tokens: int, device: str) -> Arrays:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from maxattn_examples.common.compiled import sampling_options, split
-from maxattn_examples.common.scan import scan_here
+from maxattn_examples.common.compiled import sampling_options, scan_here, split
 from maxattn_examples.train import lora
 from maxattn_examples.train.settings import TrainingSettings
 from maxattn_examples.wan.model import WanTransformer3D

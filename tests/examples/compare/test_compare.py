@@ -14,7 +14,7 @@ import yaml
 from flax import nnx
 from maxattn_examples.compare import drift, scores
 from maxattn_examples.digits.task import ClipTask
-from maxattn_examples.train.export import export
+from maxattn_examples.train.checkpoint import export
 
 from maxattn.config import ConfigErrors
 from maxattn.errors import InputError, MaxattnError

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from maxattn_examples.digits.distil import DistilTask
-from maxattn_examples.train.export import export
+from maxattn_examples.digits.task import DistilTask
+from maxattn_examples.train.checkpoint import export
 from maxattn_examples.train.loop import Training
 
 from maxattn.config import ConfigErrors

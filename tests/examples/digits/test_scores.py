@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from maxattn_examples.common.statistics import drift, frechet, paired
+from maxattn_examples.compare.report import distances, frechet, paired
 from maxattn_examples.digits import scenes
+from maxattn_examples.digits.judge import BETTER, Judge, flicker
 from maxattn_examples.digits.scenes import BOUNCING, LEAVING, Scene, Size
-from maxattn_examples.digits.scores import BETTER, Judge, flicker
 from maxattn_examples.digits.torus import Scans
 
 Scores = dict[str, np.ndarray]
@@ -135,7 +135,7 @@ def test_flicker_and_drift_are_what_they_say():
     shaken[:, ::2] = 1
     np.testing.assert_allclose(flicker(shaken), 1)
     wanted = [np.linalg.norm(apart[i]) / np.linalg.norm(x[i]) for i in range(3)]
-    np.testing.assert_allclose(drift(x + apart, x), wanted, rtol=1e-12)
+    np.testing.assert_allclose(distances(x + apart, x), wanted, rtol=1e-12)
 
 
 def test_frechet_distances_equal_the_closed_form():

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from maxattn_examples.digits import stream_demo, torus
-from maxattn_examples.digits.drift import Drift, Switched, TorusJudge
 from maxattn_examples.digits.settings import ClipData, Settings
+from maxattn_examples.digits.stream_demo import Drift, Switched, TorusJudge
 from maxattn_examples.digits.task import ClipTask
 from maxattn_examples.digits.torus import Clip, Scans
 from maxattn_examples.digits.words import ALL, STEPS, TORUS

@@ -15,14 +15,14 @@ import pytest
 import yaml
 from flax import nnx
 from maxattn_examples.flux.settings import SamplingSettings as FluxSampling
-from maxattn_examples.sample.facts import checkpoint_hash
-from maxattn_examples.sample.fast import OLD, FastSettings, with_curve
 from maxattn_examples.sample.loop import Walk
+from maxattn_examples.sample.resolve import checkpoint_hash
+from maxattn_examples.sample.settings import OLD, FastSettings, with_curve
 from maxattn_examples.samplers import flow_euler, sample
 from maxattn_examples.sdxl.settings import SamplingSettings as SDXLSampling
 from maxattn_examples.wan.model import WanTransformer3D
+from maxattn_examples.wan.settings import SIZES, Sizes
 from maxattn_examples.wan.settings import SamplingSettings as WanSampling
-from maxattn_examples.wan.sizes import SIZES, Sizes
 from safetensors.numpy import load_file, save_file
 
 import maxattn as ma
@@ -187,7 +187,7 @@ def guided_sample(name: str, noise: Any) -> Any:
         layers = [lambda x, i=i: made.layer(x, i, t, what, jnp) for i in range(len(made.STRENGTHS))]
         return ma.blocks(layers, jnp.sin(x))
 
-    schedule = flow_euler.schedule(case.steps, made.SHIFT)
+    schedule = flow_euler(case.steps, made.SHIFT)
     scale = case.options["guidance_scale"] if guided else None
     return sample(predict, jnp.asarray(noise), schedule, steps=steps, scale=scale)
 

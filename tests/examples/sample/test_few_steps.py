@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from maxattn_examples.flux.sampling import FluxSamplingTask
+from maxattn_examples.flux.settings import SIZES as FLUX_SIZES
 from maxattn_examples.flux.settings import Settings as FluxSettings
-from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
-from maxattn_examples.sample.files import Paths
+from maxattn_examples.sample.inputs import Paths
 from maxattn_examples.sample.weights import lora_scale
 from safetensors.numpy import load_file, save_file
 

@@ -10,7 +10,7 @@ import decode
 import embed
 import numpy as np
 import pytest
-from maxattn_examples.sample.media import find_ffmpeg
+from maxattn_examples.sample.torch_parts import find_ffmpeg
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 

@@ -22,12 +22,12 @@ import os, sys
 sys.path.insert(0, "examples")
 import jax, numpy as np
 jax.numpy.ones(3).block_until_ready()       # jax's threads run
-from maxattn_examples.sample import media
+from maxattn_examples.sample import torch_parts
 if sys.argv[1] == "own":
-    media.find_spec = lambda name: None
+    torch_parts.find_spec = lambda name: None
 frames = (np.arange(5 * 6 * 8 * 3) % 251).astype(np.uint8).reshape(5, 6, 8, 3)
 for folder, os.environ["PATH"] in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
-    print(media.video(frames, media.Path(folder) / "a" / "000", fps=4), "END")
+    print(torch_parts.video(frames, torch_parts.Path(folder) / "a" / "000", fps=4), "END")
 """
 RAW = (np.arange(5 * 6 * 8 * 3) % 251).astype(np.uint8).tobytes()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from maxattn_examples.sample.rows import Rows, noise, told_in_rows
+from maxattn_examples.sample.inputs import Rows, noise, told_in_rows
 
 TEXT, NEGATIVE = np.arange(3.0).reshape(3, 1, 1), np.full((1, 1, 1), -1.0)
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from maxattn_examples.flux.settings import SIZES as FLUX_SIZES
 from maxattn_examples.flux.settings import SamplingSettings as Flux
-from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
 from maxattn_examples.sample.distilled import table
-from maxattn_examples.samplers import Schedule, flow_euler
+from maxattn_examples.samplers import Schedule
+from maxattn_examples.samplers.flow import shifted
 from maxattn_examples.samplers.sampler import RENOISING, Sampler
 from maxattn_examples.sdxl.settings import SamplingSettings as Sdxl
 from maxattn_examples.wan.settings import SamplingSettings as Wan
@@ -99,7 +100,7 @@ def test_a_list_is_moved_by_the_shift_or_not() -> None:
     moved = schedule_of(Wan(**how, warped=False, timestep_shift=3.0)).times
     final = schedule_of(Wan(**how, warped=True)).times
     np.testing.assert_allclose(final, LIST)
-    np.testing.assert_allclose(moved, 1000 * flow_euler.shifted(np.array(LIST) / 1000, 3.0))
+    np.testing.assert_allclose(moved, 1000 * shifted(np.array(LIST) / 1000, 3.0))
     by_size = schedule_of(Flux(timesteps=LIST, warped=False)).times
     assert by_size[1] > 900, "moved by the picture's tokens"
 

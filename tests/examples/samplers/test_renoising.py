@@ -31,7 +31,7 @@ from tests.golden_text import check_golden
 from .test_samplers import SDXL, folder_of
 
 SHAPE = (8, 4, 6, 2)
-SCHEDULES = {"lcm": lcm.schedule(4), "flow_lcm": flow_lcm.schedule(4, 5.0)}
+SCHEDULES = {"lcm": lcm(4), "flow_lcm": flow_lcm(4, 5.0)}
 
 
 def model(x: jax.Array, t: jax.Array) -> jax.Array:
@@ -78,9 +78,9 @@ def test_steps_one_by_one_are_the_scan(name: str) -> None:
 
 
 def test_the_last_step_and_deterministic_samplers_draw_none() -> None:
-    one = lcm.schedule(1)
+    one = lcm(1)
     np.testing.assert_array_equal(walked(one), walked(one, seed=1))
-    euler = flow_euler.schedule(4)
+    euler = flow_euler(4)
     assert start(euler, jnp.ones(SHAPE), keys_of(0, 8)).keys is None
     np.testing.assert_array_equal(walked(euler), walked(euler, seed=1))
 

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from maxattn_examples.flux.settings import SIZES as FLUX_SIZES
 from maxattn_examples.flux.settings import SamplingSettings
-from maxattn_examples.flux.sizes import SIZES as FLUX_SIZES
 from maxattn_examples.sample.scheduler import NAMES, read
 from maxattn_examples.samplers import Schedule, ddim, euler, flow_euler, sample, start, step, unipc
+from maxattn_examples.samplers.flow import euler_over
 from maxattn_examples.samplers.sampler import Given
 from safetensors.numpy import load_file
 
@@ -200,18 +201,18 @@ def test_what_is_not_supported_is_said(
 
 LINE = np.linspace(1.0, 0.0, 5)
 BAD = {
-    "no_step": lambda: flow_euler.schedule(0),
-    "half_a_step": lambda: unipc.schedule(2.5),  # pyright: ignore[reportArgumentType]
-    "steps_below_0": lambda: ddim.schedule(-1),
-    "more_steps_than_times": lambda: euler.schedule(1001),
-    "shift_of_0": lambda: flow_euler.even(4, 0.0),
-    "shift_nan": lambda: unipc.schedule(4, float("nan")),
-    "order": lambda: unipc.schedule(8, order=4),
-    "no_times": lambda: flow_euler.schedule(4, train_steps=0),
-    "sigmas_that_rise": lambda: flow_euler.over(LINE[::-1]),
-    "sigmas_nan": lambda: flow_euler.over(np.array([1.0, np.nan, 0.0])),
-    "sigmas_above_1": lambda: flow_euler.over(2 * LINE),
-    "one_sigma": lambda: flow_euler.over(LINE[:1]),
+    "no_step": lambda: flow_euler(0),
+    "half_a_step": lambda: unipc(2.5),  # pyright: ignore[reportArgumentType]
+    "steps_below_0": lambda: ddim(-1),
+    "more_steps_than_times": lambda: euler(1001),
+    "shift_of_0": lambda: flow_euler(4, 0.0, even=True),
+    "shift_nan": lambda: unipc(4, float("nan")),
+    "order": lambda: unipc(8, order=4),
+    "no_times": lambda: flow_euler(4, train_steps=0),
+    "sigmas_that_rise": lambda: euler_over(LINE[::-1]),
+    "sigmas_nan": lambda: euler_over(np.array([1.0, np.nan, 0.0])),
+    "sigmas_above_1": lambda: euler_over(2 * LINE),
+    "one_sigma": lambda: euler_over(LINE[:1]),
     "step_beyond": lambda: taken(4),
     "step_from_the_end": lambda: taken(-1),
 }
@@ -219,8 +220,8 @@ BAD = {
 
 def taken(i: Any) -> Any:
     """Run step i of four."""
-    state = start(flow_euler.over(LINE), jnp.ones(2))
-    return step(flow_euler.over(LINE), i, state, lambda x, t: x + t).x
+    state = start(euler_over(LINE), jnp.ones(2))
+    return step(euler_over(LINE), i, state, lambda x, t: x + t).x
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -262,7 +263,7 @@ class Scanned(nnx.Module):
 
 def test_a_model_with_scanned_layers_is_passed_itself_or_cloned() -> None:
     model = Scanned()
-    drawn = partial(sample, noise=jnp.ones((2, 4)), schedule=flow_euler.schedule(2))
+    drawn = partial(sample, noise=jnp.ones((2, 4)), schedule=flow_euler(2))
     np.testing.assert_array_equal(drawn(model), drawn(lambda x, t: nnx.clone(model)(x, t)))
     with pytest.raises(InputError) as error:
         drawn(lambda x, t: model(x, t))

@@ -12,8 +12,8 @@ from flax import nnx
 from maxattn_examples.common.layers import sinusoids
 from maxattn_examples.samplers import sample, start, unipc
 from maxattn_examples.samplers import step as take_step
-from maxattn_examples.sdxl.layers import activated
-from maxattn_examples.sdxl.sizes import Sizes
+from maxattn_examples.sdxl.blocks import activated
+from maxattn_examples.sdxl.settings import Sizes
 from maxattn_examples.sdxl.unet import UNet
 
 import maxattn as ma
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_one_compiled_walk_is_a_loop_over_its_steps(name: str, batched: bool) -> None:
     steps = resolve(StepSettings.model_validate(CASES[name]), 10, 3, True)
-    schedule = unipc.schedule(10, 3.0)
+    schedule = unipc(10, 3.0)
     got = jax.jit(lambda x: sample(predict, x, schedule, None, steps, 4.0, batched))(NOISE)
     state, kept = start(schedule, NOISE), {}
     for i, step in enumerate(steps):
@@ -73,10 +73,10 @@ def test_one_compiled_walk_is_a_loop_over_its_steps(name: str, batched: bool) ->
 
 def test_steps_of_another_number_are_refused() -> None:
     with pytest.raises(InputError, match="the schedule has 10 steps"):
-        sample(predict, NOISE, unipc.schedule(10, 3.0), steps=resolve(None, 9, 3))
+        sample(predict, NOISE, unipc(10, 3.0), steps=resolve(None, 9, 3))
     for steps in (None, resolve(None, 10, 3)):
         with pytest.raises(InputError, match=r"scale: given\n.*no step is guided"):
-            sample(predict, NOISE, unipc.schedule(10, 3.0), steps=steps, scale=5.0)
+            sample(predict, NOISE, unipc(10, 3.0), steps=steps, scale=5.0)
 
 
 # ---- DeepCache -----------------------------------------------------------------------------------

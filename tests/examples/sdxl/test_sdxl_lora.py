@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from flax import nnx
-from maxattn_examples.sdxl.sizes import Sizes
+from maxattn_examples.sdxl.settings import Sizes
 from maxattn_examples.sdxl.unet import UNet
 
 from maxattn import weights

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stream as command
-from maxattn_examples.common.model_config import saying
+from maxattn_examples.common.pipeline_folder import saying
 from safetensors.numpy import load_file, save_file
 from yaml import safe_dump
 

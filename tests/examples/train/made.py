@@ -12,7 +12,7 @@ from maxattn_examples.flux.settings import Settings as Flux1
 from maxattn_examples.flux.task import FluxTask
 from maxattn_examples.sdxl.settings import Settings as Sdxl
 from maxattn_examples.sdxl.task import SdxlTask
-from maxattn_examples.train.latents import LatentFolder, write
+from maxattn_examples.train.data import LatentFolder, write
 from maxattn_examples.train.loop import Training
 from maxattn_examples.wan.settings import Settings as Wan21
 from maxattn_examples.wan.task import WanTask

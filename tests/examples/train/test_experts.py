@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from maxattn_examples.random_folder import forms_of, save_random
-from maxattn_examples.train import flow, lora, state
-from maxattn_examples.train.data import batches
-from maxattn_examples.train.latents import LatentFolder
-from maxattn_examples.train.step import optimizer
+from maxattn_examples.train import flow, lora
+from maxattn_examples.train.data import LatentFolder, batches
+from maxattn_examples.train.step import build, optimizer
 from maxattn_examples.wan.model import WanTransformer3D
 from maxattn_examples.wan.task import WanTask
 from safetensors.numpy import load_file
@@ -177,7 +176,7 @@ def test_lora_of_an_expert_has_the_names_that_diffusers_reads(
     assert written.name == f"pytorch_lora_weights{number}.safetensors"
     assert all(name.startswith("transformer.blocks.") for name in load_file(written))
     task = WanTask.of(said)
-    base, merged = state.build(task, None), nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0)))
+    base, merged = build(task, None), nnx.eval_shape(lambda: task.build(None, nnx.Rngs(0)))
     weights.merge_lora(base, written)
     lora.merge(adapted, merged)
     ours, wanted = weights.to_diffusers(base), weights.to_diffusers(merged)

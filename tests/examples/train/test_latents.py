@@ -13,8 +13,7 @@ from maxattn_examples.common.command import user_errors
 from maxattn_examples.common.pictures import from_latents
 from maxattn_examples.digits import latents as digit_latents
 from maxattn_examples.digits import torus
-from maxattn_examples.train.data import batches
-from maxattn_examples.train.latents import EMPTY, LatentFolder, write
+from maxattn_examples.train.data import EMPTY, LatentFolder, batches, write
 from safetensors.numpy import load_file, save_file
 
 from maxattn.errors import ConfigError

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from maxattn_examples.train import flow, train
-from maxattn_examples.train.latents import LatentFolder
+from maxattn_examples.train.data import LatentFolder
 from maxattn_examples.train.settings import DataSettings, TrainingSettings
 from maxattn_examples.train.task import Task
 

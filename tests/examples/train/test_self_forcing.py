@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from maxattn_examples.train import self_forcing
+from maxattn_examples.train import forcing
 
 import maxattn as ma
 from tests.examples.wan.streamed import SIDES, TOKENS, plain, text
@@ -39,10 +39,10 @@ def setup(**rollout: Any) -> Any:
 
 def of_the_forward(built: Any, stream: ma.Stream, parameters: Any, call: Any, own: Any) -> Any:
     """Return loss and gradient of the one forward."""
-    kept = self_forcing.kept(partial(call, parameters), built.cache, stream, own)
+    kept = forcing.kept(partial(call, parameters), built.cache, stream, own)
 
     def loss(parameters: Any) -> Any:
-        made = self_forcing.predicted(partial(call, parameters), stream, own, kept)
+        made = forcing.predicted(partial(call, parameters), stream, own, kept)
         return ((made - TARGET) ** 2).mean(), made
 
     return jax.value_and_grad(loss, has_aux=True)(parameters)
@@ -58,7 +58,7 @@ def test_the_gradient_is_the_truncated_one_of_the_cached_passes():
     # Without a window each block can read what is kept with `cached`, which has a gradient.
     built, stream, parameters, call = setup(window=None, sink=0)
     fixed = partial(call, parameters)
-    own = self_forcing.roll_out(fixed, built.cache(stream, 2, 6), 6, SIGMAS, noise)
+    own = forcing.roll_out(fixed, built.cache(stream, 2, 6), 6, SIGMAS, noise)
     (_, made), gradient = of_the_forward(built, stream, parameters, call, own)
 
     def blockwise(parameters: Any) -> Any:
@@ -91,9 +91,9 @@ ROLLOUTS = [{"window": 2, "sink": 0}, {"window": 3, "sink": 2}]
 def test_the_forward_makes_what_the_rollout_made(rollout: dict[str, int]):
     built, stream, parameters, call = setup(**rollout)
     fixed = partial(call, parameters)
-    own = self_forcing.roll_out(fixed, built.cache(stream, 2), 8, SIGMAS, noise)
+    own = forcing.roll_out(fixed, built.cache(stream, 2), 8, SIGMAS, noise)
     assert own.clean.shape == own.mixed.shape == (2, 8, *SIDES, 4)
     assert (own.times == SIGMAS[-1]).all()
-    kept = self_forcing.kept(fixed, built.cache, stream, own)
-    made = self_forcing.predicted(fixed, stream, own, kept)
+    kept = forcing.kept(fixed, built.cache, stream, own)
+    made = forcing.predicted(fixed, stream, own, kept)
     np.testing.assert_allclose(made, own.clean, atol=1e-5)

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from maxattn_examples.flux.task import FluxTask
-from maxattn_examples.samplers.euler import Betas
+from maxattn_examples.samplers.discrete import Betas
 from maxattn_examples.sdxl.task import min_snr_weights, noised, signal_and_noise
-from maxattn_examples.train import flow, lora, state
-from maxattn_examples.train.latents import LatentFolder
+from maxattn_examples.train import flow, lora
+from maxattn_examples.train.data import LatentFolder
 from maxattn_examples.train.samples import channels
 from maxattn_examples.train.settings import TrainingSettings
-from maxattn_examples.train.state import Parts
-from maxattn_examples.train.step import Step, parts_of, schedule
+from maxattn_examples.train.step import Parts, Step, build, parts_of, schedule, split
 from maxattn_examples.wan.task import WanTask
 from PIL import Image
 from safetensors.numpy import load_file
@@ -97,7 +96,7 @@ def test_a_run_exports_the_average_as_diffusers_reads_it(kind: str, whole: Path,
     again = make(whole, {"folder": str(whole), "dtype": "float32"}, data[kind])
     first, task = (TASKS[type(x)].of(x) for x in (make(whole, sizes, data[kind]), again))
     assert task.sizes == first.sizes
-    parameters = nnx.to_pure_dict(nnx.state(state.build(task, None)))
+    parameters = nnx.to_pure_dict(nnx.state(build(task, None)))
     for key in name.strip("[]'").split("']['"):
         parameters = parameters[key]
     np.testing.assert_array_equal(parameters, average)
@@ -175,7 +174,7 @@ def test_lora_learns_alone_and_merges_to_the_same_model(data: Any, tmp_path: Pat
     adapted, _ = begin(settings).run()
     names = arrays(tmp_path, 8)
     assert all("lora_" in x or "count" in x or "step" in x for x in names), list(names)
-    base = state.build(WanTask.of(wan(path, I2V, data["i2v"])), None)
+    base = build(WanTask.of(wan(path, I2V, data["i2v"])), None)
     after = dict(nnx.to_flat_state(nnx.state(adapted)))
     for where, variable in nnx.to_flat_state(nnx.state(base)):
         np.testing.assert_array_equal(after[where].get_value(), variable.get_value())
@@ -230,8 +229,8 @@ def test_parts_of_a_batch_have_the_gradients_of_the_whole(data: Any, tmp_path: P
     for parts in (1, 2):
         how = {"gradient_accumulation_steps": parts}
         task = WanTask.of(wan(tmp_path, WAN | {"num_layers": 1}, data["wan"], **how))
-        model = state.build(task, None)
-        how, (trained, fixed) = Parts(model, 0), state.split(model, 0)
+        model = build(task, None)
+        how, (trained, fixed) = Parts(model, 0), split(model, 0)
         empty = jax.tree.map(jnp.asarray, LatentFolder(data["wan"]).empty)
         examples = task.noised(batch_of(data["wan"]), empty, jax.random.key(0))
         step = Step(task, how, fixed, {}, None)

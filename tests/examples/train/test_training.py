@@ -15,10 +15,9 @@ from flax import nnx
 from maxattn_examples.digits.settings import Settings
 from maxattn_examples.digits.task import ClipTask
 from maxattn_examples.train.checkpoint import Checkpoints
-from maxattn_examples.train.cost import Cost
 from maxattn_examples.train.loop import Training
-from maxattn_examples.train.progress import Progress
-from maxattn_examples.train.state import State
+from maxattn_examples.train.progress import Cost, Progress
+from maxattn_examples.train.step import State
 from rich.console import Console
 
 from maxattn.errors import ConfigError

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from maxattn_examples.wan.model import WanTransformer3D
-from maxattn_examples.wan.sizes import Sizes
+from maxattn_examples.wan.settings import Sizes
 
 import maxattn as ma
 from tests.moved import moved

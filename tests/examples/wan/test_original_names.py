@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from maxattn_examples.wan.model import WanTransformer3D
-from maxattn_examples.wan.sizes import Sizes
+from maxattn_examples.wan.settings import Sizes
 from safetensors.numpy import save_file
 
 import maxattn as ma

@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 from maxattn_examples.common import hosts
 from maxattn_examples.common.forcing import Forcing
-from maxattn_examples.common.model_config import block_errors, frames_per_block
-from maxattn_examples.train import state
+from maxattn_examples.common.pipeline_folder import block_errors, frames_per_block
+from maxattn_examples.train.step import build
 from maxattn_examples.wan.settings import Settings, TrainingSettings
 from maxattn_examples.wan.task import WanTask
 
@@ -136,7 +136,7 @@ def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
 
 def gradients(task: WanTask, mesh: Any, frames: int) -> tuple[Any, Any]:
     """Return loss and gradients of a run's first step."""
-    graph, parameters = nnx.split(state.build(task, mesh))
+    graph, parameters = nnx.split(build(task, mesh))
     examples = drawn("wan", 2, latents=(4, frames, 4, 4))
     rows = hosts.rows_here(2, mesh)
     batch = {n: hosts.on_devices(x[rows], rows, 2, mesh) for n, x in examples.items()}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from maxattn_examples.wan.model import WanTransformer3D
-from maxattn_examples.wan.sizes import Sizes
+from maxattn_examples.wan.settings import Sizes
 
 from maxattn import weights
 from maxattn.errors import WeightsError
