@@ -1,4 +1,6 @@
-"""A user's own kernel, strategy and mask: one file and one row each, maxattn unchanged."""
+"""A kernel, a strategy and a mask of a user's own: one file and one row each, and no file of
+maxattn is edited. The strategy and the mask are those of docs/architecture.md.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from maxattn.errors import ConfigError, Unsupported
 from maxattn.kernels import KERNELS
 from maxattn.kernels import table as kernels
 from tests.cases import compare
+from tests.pages import blocks
 from tests.reference import attention64
 
 KERNEL = '''
@@ -82,85 +85,26 @@ class Plain(Kernel):
         return jnp.where(seen, s, -jnp.inf)
 '''
 
-STRATEGY = '''
-"""Gather K and V before the kernel runs, and return the sums of dK and dV to their owners."""
-
-from dataclasses import dataclass
-from typing import ClassVar
-
-import jax
-
-from maxattn.context_parallel.base import Collective, Strategy
-from maxattn.kernels.base import Grads
-from maxattn.sharding import MeshShape
+LENGTH, HEADS, WIDTH, REACH, SINK = 64, 4, 16, 8, 4
 
 
-@dataclass(frozen=True)
-class Gather(Strategy):
-    name: ClassVar[str] = "gather"
-    shape: MeshShape
-
-    @classmethod
-    def build(cls, shape, config, call, target):
-        return cls(shape)
-
-    def kv_letter(self):
-        return "S"  # K and V come in split over the context axis
-
-    def collectives(self, call):
-        local = self.local_call(call)
-        size = 2 * 4 * local.batch * local.kv_len * local.kv_heads * local.head_dim
-        return (
-            Collective("all_gather", ("context",), "K,V", "forward", size, arrays=2),
-            Collective("all_gather", ("context",), "K,V", "backward", size, arrays=2),
-            Collective("psum_scatter", ("context",), "dK,dV", "backward", size, arrays=2),
-        )
-
-    def forward(self, kernel, inputs):
-        return kernel.forward(self.whole(inputs))
-
-    def backward(self, kernel, inputs, rows):
-        dq, dk, dv, dbias = kernel.backward(self.whole(inputs), rows)
-        dk, dv = (
-            jax.lax.psum_scatter(x, "context", scatter_dimension=1, tiled=True) for x in (dk, dv)
-        )
-        return Grads(dq, dk.astype(inputs.k.dtype), dv.astype(inputs.v.dtype), dbias)
-
-    def whole(self, inputs):
-        k, v = (jax.lax.all_gather(x, "context", axis=1, tiled=True) for x in (inputs.k, inputs.v))
-        start = jax.lax.axis_index("context") * inputs.q.shape[1]
-        return inputs.replace(k=k, v=v, q_offset=start)
-'''
-
-MASK = '''
-"""Pages of a book: a token sees its own page and the one before."""
-
-from maxattn.masks import PositionMask, mask_type
-
-
-@mask_type
-class Pages(PositionMask):
-    page: int
-    offset: int | None = None
-
-    def seen(self, pos, xp):
-        start = pos // self.page * self.page
-        return ((start - self.page, start + self.page),)
-'''
-
-LENGTH, HEADS, WIDTH, PAGE = 64, 4, 16, 8
+def shown() -> str:
+    """Return a kernel's imports, a mask and a strategy from docs/architecture.md."""
+    page = [x.text for x in blocks("docs/architecture.md") if x.language == "python"]
+    wanted = ("class Mine(", "class WindowWithSink(", "class Gather(")
+    return "\n".join(text for text in page if any(word in text for word in wanted))
 
 
 @pytest.fixture
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Put the three files into a folder on Python's path, and add the two rows."""
-    files = {"my_kernel": KERNEL, "my_strategy": STRATEGY, "my_mask": MASK}
+    """Put two files into a folder on Python's path, and add the two rows."""
+    files = {"my_kernel": KERNEL, "my_parts": shown()}
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     kernels.add(kernels.KernelRow("plain", "my_kernel:Plain"))
-    strategies.add(strategies.StrategyRow("gather", "my_strategy:Gather", in_attention=True))
+    strategies.add(strategies.StrategyRow("gather", "my_parts:Gather", in_attention=True))
     yield tmp_path
     kernels.remove("plain")
     strategies.remove("gather")
@@ -174,13 +118,13 @@ def from_yaml(folder: Path, text: str) -> ma.AttentionConfig:
     return ma.AttentionConfig.from_yaml(path)
 
 
-def pages() -> Any:
-    return import_module("my_mask").Pages(PAGE)
+def window() -> Any:
+    return import_module("my_parts").WindowWithSink(REACH, SINK)
 
 
 def seen() -> np.ndarray:
-    page = np.arange(LENGTH) // PAGE
-    return (page[:, None] == page) | (page[:, None] - 1 == page)
+    at = np.arange(LENGTH)
+    return (abs(at[:, None] - at) <= REACH) | (at < SINK)
 
 
 def arrays() -> tuple[jax.Array, ...]:
@@ -192,7 +136,7 @@ def arrays() -> tuple[jax.Array, ...]:
 def check(config: ma.AttentionConfig, mesh: Any, masked: bool = True) -> None:
     """Compare output and gradients with float64."""
     *qkv, dout = arrays()
-    mask, allowed = (pages(), seen()) if masked else (None, None)
+    mask, allowed = (window(), seen()) if masked else (None, None)
 
     def out(*qkv: jax.Array) -> jax.Array:
         return ma.attention(*qkv, mask=mask, config=config, mesh=mesh)
@@ -205,7 +149,7 @@ def check(config: ma.AttentionConfig, mesh: Any, masked: bool = True) -> None:
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_kernel_on_one_device(added: Path, masked: bool) -> None:
     config = from_yaml(added, "attention: plain\n")
-    plan = ma.plan(ma.Call.of(*arrays()[:2], mask=pages()), config)
+    plan = ma.plan(ma.Call.of(*arrays()[:2], mask=window()), config)
     assert plan.kernel.name == "plain" and "runs    plain (jax.numpy)" in plan.explain()
     check(config, None, masked)
 
@@ -227,7 +171,7 @@ def test_a_kernel_and_a_strategy_on_a_mesh(added: Path, settings: str) -> None:
     config = from_yaml(added, settings + MESH)
     mesh = config.make_mesh()
     assert mesh.size == 8
-    plan = ma.plan(ma.Call.of(*arrays()[:2], mask=pages()), config, mesh)
+    plan = ma.plan(ma.Call.of(*arrays()[:2], mask=window()), config, mesh)
     assert plan.kernel.name == config.kernel_for("self")
     assert plan.strategy.name == config.strategy_for("self")
     if plan.strategy.name == "gather":
@@ -238,7 +182,7 @@ def test_a_kernel_and_a_strategy_on_a_mesh(added: Path, settings: str) -> None:
 def test_a_mask_runs_in_every_kernel(added: Path) -> None:
     for name in ("dot_product", "flash"):
         check(from_yaml(added, f"attention: {name}\n"), None)
-    assert pages().show(16, 16)
+    assert window().show(16, 16)
 
 
 def test_its_refusal_reaches_the_user(added: Path) -> None:

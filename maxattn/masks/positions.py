@@ -70,7 +70,13 @@ class PositionMask(Mask):
         if self.offset is None:
             rule = "without an offset the positions of the queries depend on the lengths"
             raise InputError("mask", self, rule, "call bind(q_len, kv_len) first, or give offset=")
-        return self.seen(q_pos + self.offset, xp)
+        pos = q_pos + self.offset
+
+        def by_query(end: Any) -> Any:
+            """Give an end that is a plain number to every query."""
+            return pos * 0 + end if isinstance(end, int) else end
+
+        return tuple((by_query(lo), by_query(hi)) for lo, hi in self.seen(pos, xp))
 
     def at(self, spots: Spots) -> Any:
         out = spots.xp.zeros((1, 1, 1, 1), dtype=bool)
