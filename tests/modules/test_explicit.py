@@ -1,4 +1,4 @@
-"""Modules, `attention_fn` and `swap` under meshes with Explicit axes equal one device."""
+"""Modules, `attention_fn` and `swap` under meshes with Explicit and Auto axes equal one device."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def one_device() -> list[Any]:
 
 
 # tests/sharding/test_explicit.py has every way to name a mesh with every kind of mesh.
-WAYS = [("explicit", "passed"), ("mixed", "ambient"), ("context alone", "none")]
+WAYS = [("explicit", "passed"), ("mixed", "ambient"), ("context alone", "none"), ("auto", "passed")]
 
 
-@pytest.mark.parametrize(("axes", "how"), but(WAYS, WAYS[-1:]))
+@pytest.mark.parametrize(("axes", "how"), but(WAYS, WAYS[-2:]))
 def test_modules_equal_one_device(axes: str, how: str, one_device: list[Any]) -> None:
     mesh = mesh_of(KINDS[axes])
     with jax.set_mesh(mesh if how == "ambient" else None):

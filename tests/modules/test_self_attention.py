@@ -12,9 +12,16 @@ from flax import nnx
 
 import maxattn as ma
 from maxattn import masks
-from maxattn.modules import FlaxAttention
+from maxattn.modules import FlaxAttention, attention_flat, merge_heads, split_heads
 from maxattn.rope import rope_1d, rope_3d
-from tests.modules.reference import called, check_gradients, compiled, params_of, randomise
+from tests.modules.reference import (
+    attend,
+    called,
+    check_gradients,
+    compiled,
+    params_of,
+    randomise,
+)
 
 RNG = np.random.default_rng(2)
 B, T, C, N, H = 2, 12, 20, 4, 6
@@ -76,13 +83,11 @@ def test_gradients(name: str) -> None:
     check_gradients(built(**how), lambda m, x: m(x, rotary, mask=mask), (X,), **of)
 
 
-SOME, NONE, KEYS = np.asarray([4, T]), np.asarray([0, T]), np.arange(T)[None, None, None]
+LENGTHS, KEYS = np.asarray([0, 4]), np.arange(T)[None, None, None]
 MASKS = {
     "causal": (masks.Causal(), np.tril(np.ones((T, T), bool))),
-    "window": (masks.LocalWindow(2, 1), np.tril(np.triu(np.ones((T, T), bool), -2), 1)),
-    "padding": (masks.KeyPadding(SOME), SOME[:, None, None, None] > KEYS),
-    "nothing": (masks.KeyPadding(NONE), NONE[:, None, None, None] > KEYS),
-    "array": (np.tril(np.ones((T, T), bool)), np.tril(np.ones((T, T), bool))),
+    "padding": (masks.KeyPadding(LENGTHS), LENGTHS[:, None, None, None] > KEYS),
+    "array": (np.tril(np.ones((T, T), bool), 2), np.tril(np.ones((T, T), bool), 2)),
 }
 
 
@@ -90,7 +95,7 @@ MASKS = {
 def test_masks_and_biases_reach_the_attention(name: str) -> None:
     (mask, allowed), module = MASKS[name], built()
     bias = RNG.standard_normal((1, N, T, T)).astype(np.float32)
-    got = module(X, mask=mask, bias=jnp.asarray(bias))
+    got = compiled(module, X, mask=mask, bias=jnp.asarray(bias))
     of = {"allowed": allowed, "bias": np.float64(bias)}
     np.testing.assert_allclose(
         got, called(params_of(module), module, np.float64(X), **of), atol=1e-5
@@ -136,22 +141,6 @@ def test_parameters_have_the_names_and_shapes_of_checkpoints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "gates"),
-    [
-        ({"gate": "per_head"}, {"to_gate_logits.weight", "to_gate_logits.bias"}),
-        ({"gate": "per_channel", "bias": True}, {"to_gate.weight", "to_gate.bias"}),
-        ({"gate": "per_channel", "out_proj": False}, {"to_gate.weight"}),
-    ],
-)
-def test_names_are_diffusers(how: dict[str, Any], gates: set[str]) -> None:
-    module = built(**how)
-    weights = ma.weights.to_diffusers(module)
-    assert {name for name in weights if "gate" in name} == gates
-    assert any("to_out" in name for name in weights) == module.out_proj
-    assert ma.weights.load_diffusers(built(**how), weights) == ma.weights.Loaded()
-
-
-@pytest.mark.parametrize(
     ("how", "rotary", "axes", "kind"),
     [
         ({"gate": "per_head", "out_proj": False}, table(H // 2, B, T, N), "data tensor context",
@@ -192,3 +181,24 @@ def test_named_scopes_are_there_when_asked_for() -> None:
         text = jax.jit(lambda x, m=module: m(x, ROPE)).lower(X).as_text(debug_info=True)
         # A scope stands behind the function's name; a file's path may hold the same words.
         assert [f"jit(<lambda>)/{name}/" in text for name in names] == [on] * 4
+
+
+# ---- heads that are not split --------------------------------------------------------------------
+
+
+def test_a_head_is_a_run_of_neighbouring_channels() -> None:
+    x = jnp.arange(12).reshape(1, 2, 6)
+    heads = split_heads(x, 2)
+    assert heads.tolist() == [[[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]]
+    np.testing.assert_array_equal(merge_heads(heads), x)
+
+
+@pytest.mark.parametrize("kv_heads", [None, 2, 1])
+def test_flat_attention_is_attention_of_split_heads(kv_heads: int | None) -> None:
+    n, k, h, t = 4, kv_heads or 4, 6, 9
+    q, key, v = (RNG.standard_normal((2, t, width)) for width in (n * h, k * h, k * h))
+    split = q.reshape(2, t, n, h), key.reshape(2, t, k, h), v.reshape(2, t, k, h)
+    want = attend(*split, allowed=np.tril(np.ones((t, t), bool)), scale=0.4).reshape(2, t, n * h)
+    flat = (jnp.asarray(a, jnp.float32) for a in (q, key, v))
+    got = attention_flat(*flat, heads=n, kv_heads=kv_heads, mask=masks.Causal(), scale=0.4)
+    np.testing.assert_allclose(got, want, atol=2e-6)

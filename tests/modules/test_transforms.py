@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
+import maxattn as ma
+from maxattn import call as calls
 from maxattn import masks, sharding
 from maxattn.config import AttentionConfig
-from maxattn.modules import CrossAttention, FlaxAttention, attention_fn
+from maxattn.modules import CrossAttention, FlaxAttention
 from maxattn.rope import rope_1d
 from tests.lines_run import lines_run
 from tests.modules.reference import compiled
@@ -108,54 +113,59 @@ def test_parameters_name_their_mesh_axes() -> None:
     }  # fmt: skip
 
 
-def loss_and_gradients(
-    config: AttentionConfig, mesh: jax.sharding.Mesh | None
-) -> tuple[Any, nnx.List]:
-    modules = nnx.List([attn(config=config, mesh=mesh), cross(config=config, mesh=mesh)])
-    sharding.place(modules, mesh)
-
-    @nnx.jit
-    @nnx.value_and_grad
-    def run(pair: nnx.List, x: jax.Array, text: jax.Array) -> jax.Array:
-        y = pair[0](x, ROPE, mask=masks.KeyPadding(jnp.arange(8) + 3))
-        return jnp.mean(jnp.square(pair[1](y, text)))
-
-    loss, grad = run(modules, X, TEXT)
-    return (loss, nnx.to_pure_dict(grad)), modules
-
-
-@cache
-def on_one_device() -> Any:
-    return loss_and_gradients(AttentionConfig(), None)[0]
-
-
-@pytest.mark.parametrize("axes", [{"context": 8}, {"tensor": 2, "context": 2, "fsdp": 2}], ids=str)
-def test_a_mesh_changes_neither_output_nor_gradients(axes: dict[str, int]) -> None:
-    config = AttentionConfig(**{f"ici_{axis}_parallelism": n for axis, n in axes.items()})
-    mesh = config.make_mesh()
-    got, modules = loss_and_gradients(config, mesh)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5), got, on_one_device()
-    )
-    sizes, kernel = dict(mesh.shape), modules[0].to_q.kernel.get_value()
-    assert kernel.addressable_shards[0].data.shape == (C // sizes["fsdp"], N * H // sizes["tensor"])
+def test_saved_on_one_mesh_loads_on_another(tmp_path: Path) -> None:
+    configs = (AttentionConfig(ici_data_parallelism=2, ici_tensor_parallelism=4),
+               AttentionConfig(ici_tensor_parallelism=2, ici_fsdp_parallelism=4))  # fmt: skip
+    old_mesh, mesh = (config.make_mesh() for config in configs)
+    old, new = (attn(config=c, mesh=m) for c, m in zip(configs, (old_mesh, mesh), strict=True))
+    for _, param in nnx.to_flat_state(nnx.state(new, nnx.Param)):
+        param.set_value(param.get_value() + 1)
+    sharding.place(old, old_mesh)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", nnx.to_pure_dict(nnx.state(old)))
+        checkpointer.wait_until_finished()
+        state = nnx.state(new)
+        abstract = jax.tree.map(
+            lambda v, s: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=s),
+            nnx.to_pure_dict(state),
+            nnx.to_pure_dict(sharding.parameter_shardings(state, mesh)),
+        )
+        nnx.replace_by_pure_dict(state, checkpointer.restore(tmp_path / "model", abstract))
+    nnx.update(new, state)
+    kernel = new.to_q.kernel.get_value()
+    assert kernel.sharding.shard_shape(kernel.shape) == (C // 4, N * H // 2)
+    np.testing.assert_array_equal(kernel, old.to_q.kernel.get_value())
+    got, want = (compiled(m, X, ROPE) for m in (new, old))
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_flaxs_own_module_on_a_mesh() -> None:
-    config = AttentionConfig(ici_context_parallelism=4, ici_fsdp_parallelism=2)
-    fns = attention_fn(config, config.make_mesh()), nnx.dot_product_attention
-    how: dict[str, Any] = {"decode": False, "rngs": nnx.Rngs(0)}
-    ours, theirs = (nnx.MultiHeadAttention(N, C, attention_fn=fn, **how) for fn in fns)
-    nnx.update(ours, nnx.state(theirs))
-    np.testing.assert_allclose(compiled(ours, X), compiled(theirs, X), atol=1e-5)
+# ---- one bind and one check ----------------------------------------------------------------------
+
+DENSE = ma.AttentionConfig(attention="dot_product")
+HOW: dict[str, Any] = {"heads": 2, "dim_head": 8, "config": DENSE, "rngs": nnx.Rngs(0)}
+Y, HEADS = np.ones((2, 6, 16), "f"), jnp.ones((2, 6, 2, 8))
+CROSS = ma.CrossAttention(16, **HOW)
+MASK, LONGER = masks.Dense(np.ones((6, 6), bool)), masks.Dense(np.ones((12, 12), bool))
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "attention": lambda: ma.attention(HEADS, HEADS, HEADS, MASK, config=DENSE),
+    "self": lambda: ma.FlaxAttention(16, **HOW)(Y, mask=MASK),
+    "cross": lambda: CROSS(Y, Y, mask=MASK),
+    "cross with kv": lambda: CROSS(Y, kv=CROSS.compute_kv(jnp.asarray(Y)), mask=MASK),
+    "joint": lambda: ma.JointAttention(16, **HOW)(Y, Y, mask=LONGER),
+    "nnx": lambda: ma.attention_fn(DENSE)(HEADS, HEADS, HEADS, mask=MASK.table),
+}
 
 
-def test_inside_a_shard_map_of_the_users_own() -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    graphdef, state = nnx.split(attn(mesh=mesh))
-    spec = PartitionSpec(("data", "fsdp"))
-    mapped = jax.shard_map(
-        lambda state, x: nnx.merge(graphdef, state)(x, ROPE),
-        mesh=mesh, in_specs=(PartitionSpec(), spec), out_specs=spec, check_vma=False,
-    )  # fmt: skip
-    np.testing.assert_allclose(jax.jit(mapped)(state, X), compiled(attn(), X, ROPE), atol=1e-5)
+@pytest.mark.parametrize("name", CALLS)
+def test_one_bind_and_one_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Counter[str] = Counter()
+
+    def counted(owner: Any, method: str) -> None:
+        plain = getattr(owner, method)
+        monkeypatch.setattr(owner, method, lambda *of: (found.update([method]), plain(*of))[1])
+
+    counted(masks.Dense, "bind")
+    counted(calls, "check_operands")
+    CALLS[name]()
+    assert found == {"bind": 1, "check_operands": 1}

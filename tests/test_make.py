@@ -1,4 +1,6 @@
-"""The Python that `make test-newest` chooses, and its message if there is none."""
+"""The parts of the Makefile that are written in Python: which tests `make check` runs, and which
+Python `make test-newest` takes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import newest
+from tests.changed import mirror_of
 
 
 def python(folder: Path, name: str, says: str) -> Path:
@@ -25,17 +28,6 @@ def test_the_newest_comes_first_and_one_of_each_minor_version(tmp_path: Path) ->
     assert newest.newer(made.values(), (3, 13)) == []
 
 
-def test_pythons_of_the_path_and_of_pyenv_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = tmp_path / "versions" / "3.13.1" / "bin"
-    kept.mkdir(parents=True)
-    both = [python(tmp_path, "python3.12", "echo"), python(kept, "python", "echo")]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    assert newest.found() == both
-
-
 def test_without_a_newer_python_nothing_runs_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,3 +40,25 @@ def test_without_a_newer_python_nothing_runs_and_that_is_said(
 
 def test_every_file_is_there() -> None:
     assert all((newest.ROOT / "tests" / file).is_file() for file in newest.FILES)
+
+
+@pytest.mark.parametrize(
+    ("file", "tests"),
+    {
+        "maxattn/masks/blocks.py": {"tests/masks"},
+        "maxattn/tools/cli/__init__.py": {"tests/tools/cli"},
+        "maxattn/jax_private/__init__.py": set(),
+        "maxattn/_remat.py": {"tests/test_remat.py"},
+        "examples/maxattn_examples/wan/model.py": {"tests/examples/wan"},
+        "tests/masks/definitions.py": {"tests/masks"},
+        "tests/masks/test_blocks.py": {"tests/masks/test_blocks.py"},
+        "tests/masks/test_that_is_deleted.py": set(),
+        "configs/wan_14b.yml": {"tests/config"},
+        "docs/results.md": {"tests/test_pages.py", "tests/test_site.py"},
+        "CHANGELOG.md": {"tests/test_pages.py"},
+        "maxattn/masks/README.md": {"tests/test_pages.py"},
+        "LICENSE": set(),
+    }.items(),
+)
+def test_the_mirror_of_a_file(file: str, tests: set[str]) -> None:
+    assert set(mirror_of(file)) == tests
