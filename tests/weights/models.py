@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import maxattn as ma
+from maxattn import weights
 from maxattn.errors import WeightsError
 from tests.golden_text import check_golden
 
@@ -68,6 +69,26 @@ def refused(module: nnx.Module | None, load: Callable[[], Any], golden: str = ""
     if golden:
         check_golden(f"weights/{golden}", str(error.value))
     return error.value
+
+
+def check_added(
+    model: nnx.Module, given: Any, want: dict[str, Any], scale: float = 1.0, **how: Any
+) -> Any:
+    """Merge LoRA; fail unless `want` is added to tensors of its names, and nothing to others."""
+    before = weights.to_diffusers(model)
+    merged = weights.merge_lora(model, given, scale, **how)
+    after = weights.to_diffusers(model)
+    assert want.keys() <= after.keys()
+    for name, array in after.items():
+        whole = before[name].astype(np.float64) + want.get(name, 0.0)
+        np.testing.assert_allclose(array, whole, rtol=1e-6, atol=2e-6, err_msg=name)
+    return merged
+
+
+def product(tensors: dict[str, Any], layer: str, names: Any = ("lora_A", "lora_B")) -> np.ndarray:
+    """Return B A of a layer in float64."""
+    a, b = (np.asarray(tensors[f"{layer}.{name}.weight"], np.float64) for name in names)
+    return b @ a
 
 
 def mesh() -> jax.sharding.Mesh:

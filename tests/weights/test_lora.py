@@ -14,9 +14,10 @@ from safetensors.numpy import save_file
 
 from maxattn import weights
 from maxattn.errors import WeightsError
-from tests.weights.models import equal, model_of, refused
+from tests.weights.models import check_added, equal, model_of, product, refused
 
 Q = "blocks.0.attn1.to_q"
+LAYERS = ("blocks.1.attn1.to_q", "blocks.1.attn1.to_out.0", "stacked.2.attn1.to_v")
 
 
 def lora(
@@ -24,7 +25,7 @@ def lora(
 ) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     found: dict[str, Any] = {}
-    for layer in ("blocks.1.attn1.to_q", "blocks.1.attn1.to_out.0", "stacked.2.attn1.to_v"):
+    for layer in LAYERS:
         found[f"{layer}.{names[0]}.weight"] = rng.normal(size=(rank, 16)).astype(np.float32)
         found[f"{layer}.{names[1]}.weight"] = rng.normal(size=(16, rank)).astype(np.float32)
         if alpha is not None:
@@ -43,17 +44,11 @@ def pair(layer: str, down: tuple[int, ...], up: tuple[int, ...]) -> dict[str, np
 
 @pytest.mark.parametrize(("alpha", "share"), [(None, 1.0), (1.0, 0.5)])
 def test_lora_is_added_to_its_projections_alone(alpha: float | None, share: float):
-    model, plain = model_of(0), weights.to_diffusers(model_of(0))
     change = lora(alpha=alpha)
+    want = {f"{layer}.weight": 0.7 * share * product(change, layer) for layer in LAYERS}
     given = {f"transformer.{k}": v for k, v in change.items()}
-    merged = weights.merge_lora(model, given, 0.7, prefix="transformer.")
-    assert len(merged) == 3
-    for name, array in weights.to_diffusers(model).items():
-        layer, want = name.removesuffix(".weight"), plain[name]
-        if layer in merged:
-            product = change[f"{layer}.lora_B.weight"] @ change[f"{layer}.lora_A.weight"]
-            want = want + 0.7 * share * product
-        np.testing.assert_allclose(array, want, atol=1e-5, err_msg=name)
+    merged = check_added(model_of(0), given, want, 0.7, prefix="transformer.")
+    assert set(merged) == set(LAYERS)
 
 
 def test_an_alpha_that_a_dict_has_lost_is_logged(
@@ -85,57 +80,36 @@ def test_older_names_in_a_file_and_alphas_of_one_axis(tmp_path: Path):
 
 
 def test_differences_are_added_as_they_are() -> None:
-    model, before = model_of(0), weights.to_diffusers(model_of(0))
     rng = np.random.default_rng(3)
     given = {
         "blocks.0.self_attn.q.diff": (f"{Q}.weight", (16, 16)),
         "blocks.0.self_attn.q.diff_b": (f"{Q}.bias", (16,)),
         "blocks.1.self_attn.norm_q.diff": ("blocks.1.attn1.norm_q.weight", (16,)),
+        "blocks.0.diff_m": ("blocks.0.scale_shift_table", (1, 6, 16)),  # as lightx2v saves it
         "blocks.1.modulation.diff": ("blocks.1.scale_shift_table", (1, 6, 16)),
         "stacked.1.scale_shift_table.diff": ("stacked.1.scale_shift_table", (1, 6, 16)),
         "patch.diff": ("patch.weight", (16, 3, 1, 2, 4)),
     }
     arrays = {name: rng.normal(size=shape).astype(np.float32) for name, (_, shape) in given.items()}
-    changed = weights.merge_lora(model, {f"diffusion_model.{n}": x for n, x in arrays.items()}, 0.5)
-    assert set(changed) == {re.sub(r"\.(weight|bias)$", "", name) for name, _ in given.values()}
-    added = {given[name][0]: 0.5 * x.astype(np.float64) for name, x in arrays.items()}
-    for name, array in weights.to_diffusers(model).items():
-        want = before[name].astype(np.float64) + added.get(name, 0.0)
-        np.testing.assert_allclose(array, want, rtol=1e-6, atol=1e-6, err_msg=name)
+    want = {given[name][0]: 0.5 * x.astype(np.float64) for name, x in arrays.items()}
+    arrays = {f"diffusion_model.{name}": x for name, x in arrays.items()}
+    changed = check_added(model_of(0), arrays, want, 0.5)
+    assert set(changed) == {re.sub(r"\.(weight|bias)$", "", name) for name in want}
 
 
 def test_a_bias_of_lora_b_is_scaled_as_its_matrices() -> None:
-    model, before = model_of(0), weights.to_diffusers(model_of(0))
     bias = np.arange(16, dtype=np.float32)
     given = pair(Q, (2, 16), (16, 2)) | {f"{Q}.lora_B.bias": bias, f"{Q}.alpha": np.float32(3)}
-    a, b = (x.astype(np.float64) for x in list(given.values())[:2])
-    assert weights.merge_lora(model, given, 0.7) == (Q,)
-    want = {f"{Q}.weight": 0.7 * 3 / 2 * (b @ a), f"{Q}.bias": 0.7 * 3 / 2 * bias}
-    for name, array in weights.to_diffusers(model).items():
-        np.testing.assert_allclose(array, before[name] + want.get(name, 0), atol=1e-5, err_msg=name)
-
-
-def test_changes_of_a_modulation_as_lightx2v_saves_them() -> None:
-    model, before = model_of(0), weights.to_diffusers(model_of(0))
-    change = np.random.default_rng(2).normal(size=(1, 6, 16)).astype(np.float32)
-    given = {"diffusion_model.blocks.1.diff_m": change}
-    assert weights.merge_lora(model, given, 0.5) == ("blocks.1.scale_shift_table",)
-    name = "blocks.1.scale_shift_table"
-    want = before[name].astype(np.float64) + 0.5 * change
-    np.testing.assert_allclose(weights.to_diffusers(model)[name], want, atol=1e-6)
+    want = {f"{Q}.weight": 0.7 * 3 / 2 * product(given, Q), f"{Q}.bias": 0.7 * 3 / 2 * bias}
+    assert check_added(model_of(0), given, want, 0.7) == (Q,)
 
 
 def test_a_window_is_merged() -> None:
-    model, before = model_of(0), weights.to_diffusers(model_of(0))
     given = pair("patch", (2, 3, 1, 2, 4), (16, 2, 1, 1, 1))
     down, up = (x.astype(np.float64) for x in given.values())
-    assert weights.merge_lora(model, given | {"patch.alpha": np.float32(1)}, 0.7) == ("patch",)
-    change = np.einsum("orabc,rithw->oithw", up, down) * 0.7 / 2
-    want = before["patch.weight"].astype(np.float64) + change
-    got = weights.to_diffusers(model)
-    np.testing.assert_allclose(got["patch.weight"], want, rtol=1e-6, atol=1e-6)
-    for name in before.keys() - {"patch.weight"}:
-        np.testing.assert_array_equal(got[name], before[name], err_msg=name)
+    want = {"patch.weight": np.einsum("orabc,rithw->oithw", up, down) * 0.7 / 2}
+    given |= {"patch.alpha": np.float32(1)}
+    assert check_added(model_of(0), given, want, 0.7) == ("patch",)
 
 
 def test_a_window_of_one_pixel_is_a_projection() -> None:

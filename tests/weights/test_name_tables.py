@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from maxattn import weights
-from tests.weights.models import refused
+from tests.weights.models import check_added, product, refused
 
 C = 4  # width of all tiny layers
 Names = dict[str, "str | list[str]"]  # a file's name -> the layer, or the layers of its rows
@@ -33,31 +33,21 @@ def model_of(layers: Any) -> nnx.Module:
     return build(tree)
 
 
-def parts_of(names: Names) -> dict[str, list[str]]:
-    return {name: [meant] if isinstance(meant, str) else meant for name, meant in names.items()}
-
-
 def check_merged(given_names: Names, begin: str = "", spelling: Any = AB, **how: Any) -> None:
     """Merge LoRA of all names, and compare each layer's rows with a product in float64."""
-    parts = parts_of(given_names)
+    parts = {n: [meant] if isinstance(meant, str) else meant for n, meant in given_names.items()}
     layers = [layer for those in parts.values() for layer in those]
     model = model_of(dict.fromkeys(layers))
-    before, given, want = weights.to_diffusers(model), {}, {}
-    rng = np.random.default_rng(0)
+    given, want, rng = {}, {}, np.random.default_rng(0)
     for name, those in parts.items():
         written = begin + (name.replace(".", "_") if begin.endswith("_") else name)
-        a, b = rng.normal(size=(2, C)), rng.normal(size=(len(those) * (C + 1), 2))
-        arrays = {spelling[0]: a.astype(np.float32), spelling[1]: b.astype(np.float32)}
-        given |= {f"{written}.{kind}.weight": x for kind, x in arrays.items()}
+        shapes = ((2, C), (len(those) * (C + 1), 2))
+        for kind, shape in zip(spelling, shapes, strict=True):
+            given[f"{written}.{kind}.weight"] = rng.normal(size=shape).astype(np.float32)
         given[f"{written}.alpha"] = np.float32(1)
-        change = 0.5 * (
-            arrays[spelling[1]].astype(np.float64) @ arrays[spelling[0]].astype(np.float64)
-        )
-        for layer, rows in zip(those, np.split(change, len(those)), strict=True):
-            want[f"{layer}.weight"] = before[f"{layer}.weight"].astype(np.float64) + rows
-    assert set(weights.merge_lora(model, given, **how)) == set(layers)
-    for name, array in weights.to_diffusers(model).items():
-        np.testing.assert_allclose(array, want.get(name, before[name]), atol=1e-6, err_msg=name)
+        rows = np.split(0.5 * product(given, written, spelling), len(those))
+        want |= {f"{layer}.weight": own for layer, own in zip(those, rows, strict=True)}
+    assert set(check_added(model, given, want, **how)) == set(layers)
 
 
 def of_blocks(names: Names, count: int = 2) -> Names:
@@ -156,7 +146,14 @@ LTX2 = of_blocks({
     "audio_proj_out": "audio_proj_out",
 })  # fmt: skip
 
+OLD = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+PROCESSORS: Names = {
+    f"{OLD}.processor.{x}_lora": f"{OLD}.{'to_out.0' if x == 'to_out' else x}"
+    for x in (*QKV, "to_out")
+}
+
 PUBLISHED = {
+    "old diffusers": (PROCESSORS, "unet.", XLABS),
     "flux by BFL": (FLUX, "", AB),
     "flux by ComfyUI": (FLUX, "diffusion_model.", AB),
     "flux by kohya": (FLUX, "lora_unet_", DOWN_UP),
@@ -204,12 +201,6 @@ def test_a_sum_is_rounded_once_to_the_dtype_of_the_layer(dtype: str) -> None:
         )
 
 
-def test_processors_of_old_diffusers() -> None:
-    at = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
-    names: Names = {f"{at}.processor.{x}_lora": f"{at}.{x}" for x in QKV}
-    check_merged(names | {f"{at}.processor.to_out_lora": f"{at}.to_out.0"}, "unet.", XLABS)
-
-
 @pytest.mark.parametrize(
     "last", ["final_layer.adaLN_modulation.1", "final_layer_adaLN_modulation_1"]
 )
@@ -217,16 +208,13 @@ def test_the_last_shift_and_scale_of_flux_are_exchanged(last: str) -> None:
     model: Any = model_of(["norm_out.linear", "proj_out"])
     rng = np.random.default_rng(0)
     model.norm_out.linear = nnx.Linear(C, 2 * C, rngs=nnx.Rngs(0))
-    before, begin = weights.to_diffusers(model), "lora_unet_" if "_1" in last else ""
+    begin = "lora_unet_" if "_1" in last else ""
     a, b, bias = rng.normal(size=(2, C)), rng.normal(size=(2 * C, 2)), rng.normal(size=2 * C)
     named = {"lora_A.weight": a, "lora_B.weight": b, "lora_B.bias": bias, "alpha": np.float32(1)}
     given = {f"{begin}{last}.{end}": x for end, x in named.items()}
-    assert weights.merge_lora(model, given) == ("norm_out.linear",)
-    after = weights.to_diffusers(model)
-    for end, change in (("weight", b @ a / 2), ("bias", bias / 2)):
-        shift, scale = np.split(change, 2)
-        want = before[f"norm_out.linear.{end}"] + np.concatenate([scale, shift])
-        np.testing.assert_allclose(after[f"norm_out.linear.{end}"], want, atol=1e-6)
+    changes = {"norm_out.linear.weight": b @ a / 2, "norm_out.linear.bias": bias / 2}
+    want = {name: np.roll(change, C, axis=0) for name, change in changes.items()}
+    assert check_added(model, given, want) == ("norm_out.linear",)
     given = {n: x[1:] if "lora_B" in n else x for n, x in given.items()}
     refused(model, lambda: weights.merge_lora(model, given))
 
@@ -244,15 +232,13 @@ def test_control_lora_of_bfl_is_taken_without_its_scales() -> None:
         f"{last}.lora_B.weight": np.ones((C + 1, 2)),
     }
     assert "strict=False" in refused(model, lambda: weights.merge_lora(model, given)).remedy
-    before = weights.to_diffusers(model)
-    found = weights.merge_lora(model, given, strict=False)
-    assert found.left_out == (f"{begin}.norm.key_norm.scale", last)
     a, b, bias = (given[f"{begin}.qkv.{x}"] for x in shapes)
-    after = weights.to_diffusers(model)
-    for layer, rows, more in zip(layers, np.split(b @ a, 3), np.split(bias, 3), strict=False):
-        for end, change in (("weight", rows), ("bias", more)):
-            want = before[f"{layer}.{end}"] + change
-            np.testing.assert_allclose(after[f"{layer}.{end}"], want, atol=1e-6)
+    each = zip(layers, np.split(b @ a, 3), np.split(bias, 3), strict=False)
+    want = {
+        f"{x}.{end}": y for x, *own in each for end, y in zip(("weight", "bias"), own, strict=True)
+    }
+    found = check_added(model, given, want, strict=False)
+    assert found.left_out == (f"{begin}.norm.key_norm.scale", last)
 
 
 # ---- a user's table ------------------------------------------------------------------------------

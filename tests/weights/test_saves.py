@@ -21,7 +21,10 @@ from safetensors.numpy import load_file
 from maxattn import weights
 from maxattn.errors import WeightsError
 from maxattn.weights.saves import NAMES, Form, save_tensors, write
+from tests.fuzz.loop import draw
+from tests.fuzz.run import describe, run
 from tests.golden_text import check_golden
+from tests.waiting import but
 
 SHARDS = {"single": 10**6, "two": 40, "four": 20}
 NAME = "diffusion_pytorch_model"
@@ -206,3 +209,26 @@ def test_other_tensors_than_the_header_s_stop_the_writing(tmp_path: Path) -> Non
     assert not (tmp_path / "x").exists()
     with pytest.raises(AssertionError, match="header"):
         write(tmp_path / "x", {"a": Form((2,), np.float32)}, lambda _: np.zeros(3, np.float32))
+
+
+# ---- two processes that save, and a third one that reads: tests/fuzz/writers.py ------------------
+
+# Files of the same names, and a writer that is killed.
+QUICK = (0,)
+
+
+@pytest.mark.parametrize("seed", but(range(24), QUICK))
+def test_every_read_is_one_save(seed: int) -> None:
+    outcome = run(draw(f"writers:{seed}", describe()))
+    assert outcome.kind == "right", f"{outcome.what}\n{outcome.snippet}"
+
+
+def test_a_folder_without_a_save_is_refused(tmp_path: Path) -> None:
+    left = tmp_path / "model.safetensors.1-abcdef01.partial"
+    for half in (b"", b"half"):  # of a first save that goes on, or was killed
+        with pytest.raises(WeightsError, match="it must be an existing"):
+            weights.SafeTensors(tmp_path)
+        left.write_bytes(half)
+    forms = {"a": Form((64,), np.dtype("float32"))}
+    files = save_tensors(forms, lambda _: np.zeros(64, "f"), tmp_path, "model", 256)
+    assert {file.name for file in files} == {f.name for f in tmp_path.iterdir()}

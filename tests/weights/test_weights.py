@@ -106,9 +106,3 @@ def test_a_parameter_keeps_its_dtype():
     np.testing.assert_array_equal(
         values(model)["patch.kernel"].transpose(4, 3, 0, 1, 2), state["patch.weight"]
     )
-
-
-def test_one_linear_layer_is_a_module_too():
-    layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    weights.load_diffusers(layer, {"weight": np.ones((2, 3)), "bias": np.zeros(2)})
-    np.testing.assert_array_equal(layer(jnp.ones((1, 3))), [[3, 3]])
