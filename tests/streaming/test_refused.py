@@ -18,7 +18,7 @@ from maxattn.errors import MaxattnError
 from maxattn.masks import Causal, KeyPadding
 from tests.golden_text import check_refused
 from tests.streaming.stack import programs
-from tests.streaming.test_meshes import mesh_of
+from tests.streaming.test_rollouts import mesh_of
 
 STREAM, ENDLESS, STREAM_6 = ma.Stream(4, 3, 2), ma.Stream(4, 3), ma.Stream(6, 1, 2)
 SIZES: Any = {"layers": 2, "batch": 1, "kv_heads": 2, "dim_head": 8, "dtype": "float32"}
@@ -118,7 +118,6 @@ BAD: dict[str, Callable[[], Any]] = {
     "sink_leaves_no_room": lambda: ma.Stream(1560, 3, window=2, sink=4),
     "window_of_no_blocks": lambda: ma.Stream(1560, 3, window=0),
     "tokens_zero": lambda: ma.Stream(0),
-    "mask_of_no_frames": lambda: STREAM.mask(0),
     "teacher_mask_of_no_frames": lambda: STREAM.teacher_mask(0),
     "teacher_mask_shards": lambda: STREAM.teacher_mask(9, shards=2),
     "teacher_mask_too_many_shards": lambda: ma.Stream(1).teacher_mask(64, shards=16),
@@ -133,7 +132,6 @@ BAD: dict[str, Callable[[], Any]] = {
     "unpair_shards": lambda: STREAM.unpair(X, shards=4),
     "unpair_no_shards": lambda: STREAM.unpair(X, shards=0),
     "blocks_not_whole": lambda: STREAM.blocks(7),
-    "mask_not_whole": lambda: STREAM.mask(7),
     "teacher_mask_not_whole": lambda: STREAM.teacher_mask(7),
     "sink_without_window": lambda: ma.Stream(4, 3, sink=2),
     "slot_below_zero": lambda: STREAM.slots(-1),
@@ -160,7 +158,6 @@ BAD: dict[str, Callable[[], Any]] = {
     "unwritten_extracted": lambda: empty(ENDLESS, frames=3).extract().unwritten(),
     "extracted_unwritten": lambda: empty(ENDLESS, frames=3).unwritten().extract(),
     "prefix_not_whole": lambda: empty().prefix(4),
-    "prefix_of_an_image": lambda: empty().prefix(1),
     "prefix_later": lambda: made().prefix(3),
     "prefix_beyond_slots": lambda: empty(ENDLESS, frames=6).prefix(9),
     "advance_cached": lambda: made().cached().advance(),

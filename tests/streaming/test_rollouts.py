@@ -1,20 +1,31 @@
-"""A rollout on a mesh equals one on one device, with heads or tokens of the cache over context."""
+"""Blocks made one by one with a cache equal one forward under the teacher-forcing mask: on one
+device, with arrays of each layer, and on meshes, with heads or tokens of the cache over context.
+
+Drawn streams (tests/fuzz/streams.py) equal a video in float64 that keeps every key.
+"""
 
 from __future__ import annotations
 
 import re
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import maxattn as ma
 from maxattn.sharding import batch_sharding
 from maxattn.streaming.attend import merged_over_devices
+from tests.fuzz.loop import draw
+from tests.fuzz.run import describe, run
 from tests.streaming.stack import (
+    APART,
     HEADS,
+    NOISY,
+    Apart,
     Stack,
     clips,
     close,
@@ -26,6 +37,95 @@ from tests.streaming.stack import (
 from tests.waiting import but
 
 STREAM = ma.Stream(4, 3, 3, sink=2)
+# Batch rows of different fill on a mesh; a prefix longer than the window, x64; recomputed frames of
+# a window that dropped some, with a sink; positions by slots with a sink; a first frame alone.
+QUICK = (0, 15, 24, 31, 35, 58)
+
+
+@pytest.mark.parametrize("seed", but(range(60), QUICK))
+def test_passes_are_those_of_a_video_that_keeps_every_key(seed: int) -> None:
+    outcome = run(draw(f"streams:{seed}", describe()))
+    assert outcome.kind == "right", f"{outcome.what}\n{outcome.snippet}"
+
+
+WITHIN = {"float32": 1e-5, "bfloat16": 0.05}
+
+
+@pytest.mark.parametrize("dtype", WITHIN)
+def test_every_block_is_that_of_teacher_forcing(dtype: str) -> None:
+    """With few key heads, and with frames that leave the window."""
+    stream = ma.Stream(2, 3, 2, sink=1, first_frame_alone=dtype == "float32")
+    stack = Stack.make(kv_heads=2, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
+    stack = stack._replace(state=jax.tree.map(lambda x: x.astype(dtype), stack.state))
+    clean, noisy = (x.astype(jnp.dtype(dtype)) for x in clips(stream, stream.first_block + 9, 2))
+    cache = stack.cache(stream, 2, kv_heads=2, dtype=dtype)
+    made = rollout(stack, stream, cache, clean, noisy)
+    want_clean, want_noisy = teacher_forward(stack, stream, clean, noisy)
+    for got, want in ((made.clean, want_clean), (made.noisy, want_noisy)):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        assert np.abs(got - want).max() < WITHIN[dtype] * np.abs(want).max()
+    assert made.programs <= 3
+
+
+def test_the_number_of_the_first_frame_changes_nothing() -> None:
+    """The host computes tables in float64, so angles at frame 50,000 are as exact as at frame 0."""
+    stream, stack = ma.Stream(2, 3, 2, sink=1), Stack.make()
+    clean, noisy = clips(stream, 12)
+    early, late = (
+        rollout(stack, stream, stack.cache(stream), clean, noisy, first) for first in (0, 50_000)
+    )
+    close(late.clean, early.clean, atol=1e-4)
+    close(late.noisy, early.noisy, atol=1e-4)
+
+
+# ---- arrays of each layer ------------------------------------------------------------------------
+
+
+def joined(cache: ma.KVCache) -> tuple[jax.Array, jax.Array]:
+    return jnp.concatenate(list(cache.k)), jnp.concatenate(list(cache.v))
+
+
+def test_a_rollout_is_that_of_one_array() -> None:
+    stream = ma.Stream(2, 3, 2, sink=1, first_frame_alone=True)
+    clean, noisy = clips(stream, 10)
+    want = rollout(Stack.make(), stream, APART.cache(stream), clean, noisy)
+    got = rollout(APART, stream, APART.cache(stream, per_layer=True), clean, noisy)
+    close(got.clean, want.clean)
+    close(got.noisy, want.noisy)
+    for mine, theirs in zip(joined(got.cache), (want.cache.k, want.cache.v), strict=True):
+        close(mine, theirs)
+    assert got.programs <= 3 and repr(got.cache) == repr(want.cache)
+    assert got.cache.nbytes == want.cache.nbytes and got.cache.shape == want.cache.shape
+
+
+@pytest.mark.slow
+def test_tokens_that_are_kept_are_appended_in_each_layer() -> None:
+    endless, (clean, noisy) = ma.Stream(2, 3), clips(STREAM, 3)
+    kept = [
+        rollout(stack, endless, stack.cache(endless, frames=3, per_layer=stack is APART), clean,
+                noisy).cache
+        for stack in (Stack.make(), APART)
+    ]  # fmt: skip
+    close(joined(kept[1].append(kept[1]))[1], kept[0].append(kept[0]).v)
+
+
+@pytest.mark.parametrize("context", but(["heads", "tokens"], ["heads"]))
+def test_on_a_mesh_each_layer_lies_as_the_whole_does(context: str) -> None:
+    config = ma.AttentionConfig(ici_context_parallelism=2, ici_tensor_parallelism=2)
+    mesh = config.make_mesh(jax.devices()[:4])
+    how = {"mesh": mesh, "context": context}
+    whole, apart = (APART.cache(STREAM, per_layer=per, **how) for per in (False, True))
+    shard = whole.k.sharding.shard_shape(whole.k.shape)
+    for array in (*apart.k, *apart.v):
+        assert array.sharding.shard_shape(array.shape) == (1, *shard[1:])
+    stack = Apart(*Stack.make(config=config, mesh=mesh))
+    clean, noisy = clips(STREAM, 6)
+    _, want = teacher_forward(Stack.make(), STREAM, clean, noisy)
+    close(rollout(stack, STREAM, apart, clean, noisy).noisy, want)
+
+
+# ---- meshes --------------------------------------------------------------------------------------
+
 MESHES = {
     "tensor 2": {"tensor": 2},
     "context 2": {"context": 2},
@@ -144,3 +244,23 @@ def test_by_tokens_queries_travel_and_not_what_is_kept() -> None:
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce", "reduce-scatter"}
     window = STREAM.tokens_per_frame * (STREAM.budget or 0)
     assert not [result for _, result in found if f",{window}," in result or ",9," in result]
+
+
+@pytest.mark.parametrize("layout", but(["heads", "tokens"], ["heads"]))
+def test_reading_is_differentiated_on_a_mesh(layout: str) -> None:
+    stream = ma.Stream(4, 2)
+    clean, noisy = clips(stream, 4)
+    found = []
+    for mesh in (mesh_of("context 2"), None):
+        stack = Stack.make(mesh=mesh)
+        cache = stack.cache(stream, frames=4, mesh=mesh, context=layout).prefix(4)
+        kept = stack.step(clean, 0.0, table(stream, 4), cache)[1].advance().cached()
+
+        def loss(state: Any, noisy: jax.Array, stack: Stack = stack, kept: Any = kept) -> jax.Array:
+            turn = table(stream, 4, 4)
+            out, _ = stack._replace(state=state).step(noisy, NOISY, turn, kept)
+            return (out**2).mean()
+
+        found.append(jax.jit(jax.grad(loss, (0, 1)))(stack.state, noisy))
+    for got, want in zip(*map(jax.tree.leaves, found), strict=True):
+        close(got, want, atol=1e-6)
