@@ -18,7 +18,7 @@ READ_BY = {
     "benchmarks": ("tests/benchmarks",),
     "configs": ("tests/config",),
     "docs": ("tests/test_pages.py", "tests/test_site.py"),
-    "pyproject.toml": ("tests/test_package.py", "tests/test_extras.py"),
+    "pyproject.toml": ("tests/test_package.py",),
 }
 
 

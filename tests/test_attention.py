@@ -55,23 +55,6 @@ def test_block_window_makes_no_square_array_and_visits_the_window_alone() -> Non
     assert not lists.mixed[np.arange(lists.index.shape[1]) < lists.count[:, None]].any()
 
 
-def test_visits_agree_with_the_exact_block_map_and_with_traced_offsets() -> None:
-    mask = (M.BlockSlidingWindow(24, 3) & ~M.LocalWindow(2, 2) | M.KeyLimit(5)).bind(200, 200)
-    exact = mask.block_map(16, 20, 200, 200)
-    for offset in (0, 48, 96):
-        rows = 200 - offset
-        static = visits(mask, 16, 20, rows, 200, offset, 0)
-        traced = jax.jit(lambda o, rows=rows: visits(mask, 16, 20, rows, 200, o, 0))(offset)
-        for i in range(static.count.shape[0]):
-            n = int(static.count[i])
-            seen = set(static.index[i, :n].tolist())
-            assert seen == set(np.flatnonzero(exact[i + offset // 16] != M.EMPTY).tolist())
-            assert int(traced.count[i]) == n
-            assert set(np.asarray(traced.index[i, :n]).tolist()) == seen
-            unmasked = static.index[i, :n][~static.mixed[i, :n]]
-            assert (exact[i + offset // 16, unmasked] == M.FULL).all()
-
-
 @pytest.mark.parametrize("backward", [False, True])
 def test_blockwise_memory_is_a_twentieth_of_dense(backward: bool) -> None:
     x = jax.ShapeDtypeStruct((1, 16_384, 4, 64), jnp.float32)
@@ -102,26 +85,6 @@ def test_a_second_call_traces_nothing(caplog: pytest.LogCaptureFixture) -> None:
         ma.attention(q + 1, k, v, mask=M.KeyPadding(lengths - 3))
     assert not [r for r in caplog.records if "_run" in r.getMessage()]
     assert caplog.records, "what is added to q is compiled"
-
-
-@pytest.mark.parametrize("config", [DENSE, BLOCKWISE], ids=["dense", "blockwise"])
-def test_inside_jit_vmap_scan_and_grad(config: ma.AttentionConfig) -> None:
-    q, k, v = qkv()
-    mask = M.Causal()
-
-    def f(q, k, v):
-        return ma.attention(q, k, v, mask=mask, config=config)
-
-    want = f(q, k, v)
-    batched = jax.vmap(f)(*(jnp.stack([x, x * 2]) for x in (q, k, v)))
-    assert jnp.allclose(batched[0], want, atol=1e-6)
-    assert jnp.allclose(batched[1], f(q * 2, k * 2, v * 2), atol=1e-6)
-    scanned = jax.lax.scan(lambda c, _: (f(c, k, v), c), q, None, length=3)[0]
-    assert jnp.allclose(scanned, f(f(f(q, k, v), k, v), k, v), atol=1e-6)
-    one = jax.grad(lambda x: (f(x, k, v) ** 2).sum())(q)
-    many = jax.vmap(jax.grad(lambda x: (f(x, k, v) ** 2).sum()))(jnp.stack([q, q]))
-    assert jnp.allclose(many[1], one, atol=1e-5)
-    assert jnp.allclose(jax.jit(f)(q, k, v), want, atol=1e-6)
 
 
 # ---- semantics that kernels share ----------------------------------------------------------------

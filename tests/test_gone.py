@@ -87,14 +87,6 @@ def test_a_deleted_array_is_refused(name: str) -> None:
     assert caught.value.remedy == remedy
 
 
-def test_what_a_donating_program_returned_is_taken() -> None:
-    donate = jax.jit(lambda q: q * 1, donate_argnums=0)
-    again = donate(q := jnp.array(Q))
-    with pytest.raises(InputError, match="deleted"):
-        ma.attention(q, Q, Q)
-    np.testing.assert_array_equal(ma.attention(again, Q, Q), ma.attention(Q, Q, Q))
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_masked_array_is_refused_and_its_remedy_works(name: str) -> None:
     masked = np.ma.masked_array(np.asarray(Q), mask=np.asarray(Q) > 3)

@@ -1,4 +1,6 @@
-"""Distributions: the wheel alone runs README's first example, the sdist is the repository."""
+"""What is handed out: the wheel alone runs README's first screen, the sdist is the repository, and
+pip can resolve the extras of pyproject.toml, which have one bound a package.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from pathlib import Path
 import pytest
 
 import maxattn as ma
-from tests.pages import ROOT, blocks
+from tests.pages import ROOT, blocks, text_of
 
+PROJECT = tomllib.loads(text_of("pyproject.toml"))["project"]
 PYTHON = "Programming Language :: Python :: "
 BUILT = ("egg-info", "PKG-INFO", "setup.cfg")  # what setuptools adds to an sdist
 # Weights are written and read without an extra.
@@ -31,9 +34,9 @@ print(list(attn.to_q.kernel.shape))
 
 
 def test_the_citation_and_the_changelog_name_this_version() -> None:
-    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    text = text_of("CITATION.cff")
     assert f"\nversion: {ma.__version__}\n" in text and text.startswith("cff-version: 1.2.0\n")
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    changes = text_of("CHANGELOG.md")
     newest = re.search(r"^## (\d\S*) - (\S+)$", changes, re.MULTILINE)
     assert newest and newest[1] == ma.__version__
     assert f"\ndate-released: {newest[2]}\n" in text
@@ -45,8 +48,7 @@ IMPORTED_AS = {"PyYAML": "yaml"}
 
 def test_what_the_package_imports_is_installed_with_it() -> None:
     """Commands need no extra except those that they name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = [re.split(r"[\[><=]", line)[0] for line in project["dependencies"]]
+    names = [re.split(r"[\[><=]", line)[0] for line in PROJECT["dependencies"]]
     installed = {IMPORTED_AS.get(name, name) for name in names}
     come_along = {"numpy", "ml_dtypes", "pydantic_core", "annotated_types"}  # of jax and pydantic
     found = {
@@ -67,10 +69,9 @@ def _imported(node: ast.AST) -> list[str]:
 
 
 def test_the_classifiers_name_every_python_from_the_oldest_on() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    said = {each for each in project["classifiers"] if each.startswith(PYTHON)}
+    said = {each for each in PROJECT["classifiers"] if each.startswith(PYTHON)}
     versions = {each.removeprefix(PYTHON) for each in said if "." in each.removeprefix(PYTHON)}
-    oldest = project["requires-python"].removeprefix(">=")
+    oldest = PROJECT["requires-python"].removeprefix(">=")
     assert min(versions, key=_minor) == oldest
     first, last = _minor(oldest), max(map(_minor, versions))
     assert versions == {f"3.{minor}" for minor in range(first, last + 1)} and last >= 13
@@ -148,3 +149,95 @@ def test_the_wheel_alone_runs_the_first_screen(built: tuple[Path, Path], tmp_pat
     assert run(python, "-W", "error", "weights.py", at=tmp_path) == "[4, 4]\n"
     command = [python, "-m", "maxattn", "explain", "attention=auto", "--shape", "wan-1.3b-480p"]
     assert "runs    " in run(*command, "--target", "NVIDIA H200", at=tmp_path)
+
+
+# ---- extras --------------------------------------------------------------------------------------
+
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([\w.,-]+)\])?([^;]*)(;.*)?")
+OF_CUDA = {"12": "cuda12", "13": "cuda13"}
+
+
+def parts(requirement: str) -> list[str]:
+    """Split a requirement into its name, extras, bound and marker, each perhaps empty."""
+    found = REQUIREMENT.fullmatch(requirement)
+    assert found, requirement
+    return [part or "" for part in found.groups()]
+
+
+def requirements(*extras: str) -> list[str]:
+    """List the requirements of an extra, with maxattn's own extras expanded."""
+    found = [*PROJECT["dependencies"]] if not extras else []
+    for extra in extras:
+        for each in EXTRAS[extra]:
+            name, inner, *_ = parts(each)
+            found += requirements(*inner.split(",")) if name == "maxattn" else [each]
+    return found
+
+
+def combinations() -> list[str]:
+    """Return the combinations that the page on hardware names, such as "cuda13,tokamax"."""
+    page = text_of("docs/guide/hardware.md")
+    table = page[page.index("## Installation by platform") : page.index("FlashAttention-4 needs")]
+    return sorted(set(re.findall(r"`\[([\w,]+)\]`", table)))
+
+
+def largest() -> list[str]:
+    """Remove combinations that are part of another one, which covers them."""
+    sets = {each: {*each.split(",")} for each in combinations()}
+    return [each for each, own in sets.items() if not any(own < other for other in sets.values())]
+
+
+def test_a_package_has_one_bound_in_all_extras() -> None:
+    bounds: dict[str, set[str]] = {}
+    for extra in EXTRAS:
+        for each in requirements(extra):
+            name, _, bound, marker = parts(each)
+            bounds.setdefault(name.replace("_", "-"), set()).add(f"{bound}{marker}")
+    assert len(bounds) > 15
+    assert not {name: sorted(found) for name, found in bounds.items() if len(found) > 1}
+
+
+def test_extras_of_others_are_written_with_dashes() -> None:
+    """pip 23.2 does not find an extra that is written with an underscore, and only warns."""
+    for each in [each for extra in EXTRAS for each in requirements(extra)]:
+        assert "_" not in parts(each)[1], each
+
+
+@pytest.mark.parametrize("version", OF_CUDA)
+def test_an_extra_of_cuda_has_nothing_of_the_other_cuda(version: str) -> None:
+    (other,) = OF_CUDA.keys() - {version}
+    text = " ".join(EXTRAS[OF_CUDA[version]])
+    assert not re.search(rf"cu(da)?{other}", text)
+    assert len(re.findall(rf"cu(?:da)?{version}", text)) == len(EXTRAS[OF_CUDA[version]])
+
+
+def test_the_page_of_hardware_names_every_extra() -> None:
+    named = {extra for each in combinations() for extra in each.split(",")}
+    assert named <= EXTRAS.keys() and {"cuda12,tokamax", "cuda13,tokamax"} <= {*combinations()}
+    assert EXTRAS.keys() - named == {"te"}, "TransformerEngine is compiled, and said below"
+
+
+@pytest.fixture(scope="module")
+def pip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Python with the newest pip: an old one can search for hours."""
+    return environment(tmp_path_factory.mktemp("pip") / "newest", "--upgrade", "pip")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("python", "extras"),
+    [
+        *((python, each) for python in ("3.12", "3.13") for each in largest()),
+        *((python, each) for python in ("3.11", "3.14") for each in ("", "cuda13")),
+    ],
+)
+def test_pip_resolves_what_the_page_names(pip: Path, python: str, extras: str) -> None:
+    asked = requirements() + (requirements(*extras.split(",")) if extras else [])
+    # Markers are read for the Python that runs pip, so those of another one are not asked for.
+    if python == "3.11":
+        asked = [each for each in asked if ">= '3.12'" not in each]
+    how = ["--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check"]
+    how += ["--python-version", python, "--only-binary=:all:", "--target", "/nonexistent"]
+    asked = [each.partition(";")[0] for each in asked]
+    run(pip, "-m", "pip", "install", *how, *asked, at=pip.parent)
