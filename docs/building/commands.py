@@ -7,19 +7,19 @@ from contextlib import redirect_stdout
 from io import StringIO
 from unittest.mock import patch
 
-from maxattn.tools.cli import COMMANDS, main, overview
+from maxattn.tools.cli import COMMANDS, main
 
 
 def text() -> str:
     """Return a section for each command."""
     sections = [f"## {name}\n\n{does}\n\n{block(help_of(name))}" for name, does in COMMANDS.items()]
-    return "\n\n".join([block(overview()), *sections])
+    return "\n\n".join([block(help_of()), *sections])
 
 
-def help_of(name: str) -> str:
-    """Return what `maxattn NAME --help` prints."""
+def help_of(*names: str) -> str:
+    """Return what `maxattn NAME --help` prints, or without a name `maxattn --help`."""
     with patch.dict(os.environ, COLUMNS="88"), redirect_stdout(StringIO()) as out:
-        main([name, "--help"])
+        main([*names, "--help"])
     return out.getvalue()
 
 
