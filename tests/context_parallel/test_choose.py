@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import maxattn as ma
-from maxattn import masks as M
 from maxattn.context_parallel.choose import CANDIDATES, cost_of, fastest
 from maxattn.context_parallel.timeline import HopSteps, Timeline
 from maxattn.devices import DEVICES
@@ -72,11 +71,6 @@ def test_the_memory_is_near_what_the_compiler_counted_for_four_h200s() -> None:
 )
 def test_which_is_chosen(tokens: int, heads: int, context: int, target: str, name: str) -> None:
     assert chosen(tokens, heads, context, target).strategy.name == name
-
-
-def test_a_causal_ring_is_chosen_in_zig_zag() -> None:
-    causal = chosen(131072, 12, 8, "TPU v5p", mask=M.Causal())
-    assert (causal.strategy.name, causal.strategy.chunks_per_rank) == ("ring", 2)
 
 
 def test_the_plan_prints_every_sum_and_where_the_figures_are_from() -> None:

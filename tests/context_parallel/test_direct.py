@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ from maxattn.context_parallel.ring.gpu import MODE, GpuSchedule
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.kernels import kv_block
 from maxattn.kernels.base import Grads, Inputs, Rows
+from maxattn.kernels.composed.pair import Pair
+from maxattn.kernels.dot_product import DotProduct
+from maxattn.kernels.fa4.kernel import HopperFa4, LibraryFa4
 from maxattn.masks import Full
 from tests.cases import HEADS, TOLERANCE, allowed, arrays, both, compare
 from tests.gpu.dense import DenseLibrary
@@ -161,11 +165,6 @@ def test_gradients_travel_in_the_dtype_of_k_and_are_summed_in_float32() -> None:
     assert kv_block.total(parts, parts[0]).tolist() == [258, 258]
 
 
-def test_halves_meet_at_a_tile() -> None:
-    middles = {1: 0, 2: 1, 255: 127, 256: 128, 300: 256, 8190: 4096, 8192: 4096}
-    assert {n: kv_block.middle_key(n) for n in middles} == middles
-
-
 CUTS = {"whole": ((0, None),), "parts": ((0, 2), (2, None)), "three": ((0, 1), (2, None), (1, 2))}
 
 
@@ -189,3 +188,36 @@ def test_sums_over_blocks_are_the_backward_over_all_keys(blocks: int, cuts: str)
 
     got = gradients(Inputs(q, k, v), rows)
     assert max(error(g, w) for g, w in zip(got, want[2:5], strict=True)) < 2e-5
+
+
+# ---- which kernels keep dQ in one sum over the blocks of a ring ----------------------------------
+
+
+def shapes(length: int = 8190, heads: int = 40, kv_heads: int = 40) -> Inputs:
+    q: Any = jax.ShapeDtypeStruct((1, length, heads, 128), "bfloat16")
+    k: Any = jax.ShapeDtypeStruct((1, length, kv_heads, 128), "bfloat16")
+    return Inputs(q, k, k)
+
+
+def test_a_pair_answers_with_its_second() -> None:
+    assert "block by block" in Pair(DotProduct(0.1), HopperFa4(0.1)).accumulator_line(shapes())
+    assert Pair(HopperFa4(0.1), DotProduct(0.1)).accumulator_line(shapes()) == ""
+
+
+@pytest.mark.parametrize("why", ["short", "shared keys", "gradient of the LSE", "other GPUs"])
+def test_flash_attention_4_sums_parts_where_its_launches_do_not_fit(why: str) -> None:
+    kind = LibraryFa4 if why == "other GPUs" else HopperFa4
+    kernel = kind(0.1, why == "gradient of the LSE")
+    x = shapes(8 if why == "short" else 256, 2, 1 if why == "shared keys" else 2)
+    out, lse = jnp.zeros(x.q.shape, "bfloat16"), jnp.zeros((1, 2, x.q.shape[1]))
+    assert isinstance(kernel.accumulator(x, Rows(out, lse, out, lse)), kv_block.SumOfParts)
+    assert kernel.accumulator_line(x) == ""
+
+
+def test_no_strategy_names_a_kernel() -> None:
+    folder = Path(ma.__file__).parent
+    shared = ("base", "composed/pair", "composed/padded_heads", "kv_block")
+    files = [*folder.glob("context_parallel/**/*.py")]
+    files += [folder / "kernels" / f"{name}.py" for name in shared]
+    assert len(files) > 15
+    assert not [file.name for file in files if "fa4" in file.read_text().lower()]

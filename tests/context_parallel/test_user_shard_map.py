@@ -25,10 +25,14 @@ def operands() -> tuple[jax.Array, ...]:
     return q, k, v, bias
 
 
-AXES = {"context is left to us": {"data"}, "all are the user's": {"data", "context"}}
+LEFT = "context is left to us"
+AXES = {LEFT: {"data"}, "all are the user's": {"data", "context"}}
+KERNELS = XLA_KERNELS | {"flash": ma.AttentionConfig(attention="flash")}
 WAYS = [
     {"kernel": kernel, "axes": axes, "checked": checked}
-    for kernel, axes, checked in product(XLA_KERNELS, AXES, (True, False))
+    for kernel, axes, checked in product(KERNELS, AXES, (True, False))
+    # Flash refuses a checked shard_map over all axes, and takes no bias.
+    if kernel in XLA_KERNELS or axes == LEFT or not checked
 ]
 
 
@@ -36,7 +40,7 @@ WAYS = [
 @pytest.mark.parametrize("way", few(WAYS, ("axes", "checked")))
 def test_forward_and_gradients(way: dict[str, Any]) -> None:
     mesh = ma.AttentionConfig(ici_data_parallelism=2, ici_context_parallelism=4).make_mesh()
-    config, checked = XLA_KERNELS[way["kernel"]], way["checked"]
+    config, checked, is_xla = KERNELS[way["kernel"]], way["checked"], way["kernel"] in XLA_KERNELS
     spec, whole = PartitionSpec("data"), PartitionSpec()
     # Unchecked, jax does not sum the gradient of a shared operand: there each device has its own.
     tile = (lambda x: x) if checked else (lambda x: jnp.concatenate([x, x]))
@@ -49,17 +53,18 @@ def test_forward_and_gradients(way: dict[str, Any]) -> None:
     q, k, v, bias = operands()
 
     def loss(q, k, v):
-        return (mapped(q, tile(k), tile(v), bias) ** 2).sum()
+        return (mapped(q, tile(k), tile(v), bias if is_xla else None) ** 2).sum()
 
-    got, want = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v), without_a_mesh()
+    got, want = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v), without_a_mesh(is_xla)
     assert jnp.allclose(got[0], want[0], rtol=1e-5)
     assert all(jnp.allclose(g, w, atol=2e-5) for g, w in zip(got[1], want[1], strict=True))
 
 
 @cache
-def without_a_mesh() -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def without_a_mesh(biased: bool) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Compute the loss and its gradients for two copies of k and v."""
     q, k, v, bias = operands()
+    bias = bias if biased else None
 
     @jax.jit
     @partial(jax.value_and_grad, argnums=(0, 1, 2))

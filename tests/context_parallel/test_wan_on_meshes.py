@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,35 +17,14 @@ from flax import nnx
 import maxattn as ma
 from maxattn.sharding import batch_sharding, place
 from maxattn.tools.compile.hlo import Transfer, axes_of, transfers
-from tests.waiting import but
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from digits import Model, Settings, Transformer, encode, flow_loss
+from digits import Settings, Transformer, encode, flow_loss
 
 BATCH, LAYERS = 8, 1
 PROMPTS = ["a seven moving left", "an eight moving up"] * 4
-CASES: dict[str, dict[str, Any]] = {
-    "fsdp": {"ici_fsdp_parallelism": 8},
-    "ring": {"attention": "ring", "ici_fsdp_parallelism": 2, "ici_context_parallelism": 2},
-    "ulysses_ring": {
-        "attention": "ulysses_ring", "ulysses_shards": 2,
-        "ici_data_parallelism": 2, "ici_context_parallelism": 4,
-    },
-    "all_gather": {
-        "context_parallel": "all_gather", "ici_fsdp_parallelism": 2,
-        "ici_context_parallelism": 2, "ici_tensor_parallelism": 2,
-    },
-}  # fmt: skip
-
-
-class Step(NamedTuple):
-    """A training step's loss and gradients, its program, and the bytes of its largest parameter."""
-
-    loss: jax.Array
-    grads: Any
-    text: str
-    largest: int
+MODEL = {"layers": LAYERS, "heads": 8, "dim_head": 12}
 
 
 class Program(NamedTuple):
@@ -80,58 +58,49 @@ def program_of(config: Settings, mesh: jax.sharding.Mesh | None, backward: bool 
     return Program(program, (state, video, words), largest)
 
 
-def step_of(config: Settings, mesh: jax.sharding.Mesh | None) -> Step:
-    program, given, largest = program_of(config, mesh)
-    return Step(*program(*given), str(program.as_text()), largest)
+def settings_of(**sizes: Any) -> Settings:
+    usual = {"ici_data_parallelism": 1, "attention": "dot_product"}
+    return Settings(**usual | sizes, model=MODEL, data={"canvas": 24})
 
 
 @cache
-def one_device() -> Step:
-    return step_of(Settings(ici_data_parallelism=1, model=Model(layers=LAYERS)), None)
+def one_device() -> Any:
+    program = program_of(settings_of(), None)
+    return program.run(*program.given)
 
 
-# The axes and the transfers of the others are tested without a model.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", but(CASES, ["all_gather"]))
-def test_loss_and_gradients_are_those_of_one_device_and_every_transfer_is_named(name: str) -> None:
-    config = Settings(**{"ici_data_parallelism": 1} | CASES[name], model={"layers": LAYERS})
-    devices = prod(size for size, _ in config.axis_parallelism().values())
-    mesh = config.make_mesh(jax.devices()[:devices])
-    step, want = step_of(config, mesh), one_device()
-    np.testing.assert_allclose(step.loss, want.loss, rtol=1e-5)
-    leaves = zip(jax.tree.leaves_with_path(step.grads), jax.tree.leaves(want.grads), strict=True)
-    for (path, got), true in leaves:
-        scale = max(float(jnp.abs(true).max()), 1e-3)
-        np.testing.assert_allclose(got, true, atol=1e-4 * scale, err_msg=jax.tree_util.keystr(path))
-    check_transfers(step.text, step.largest, config, mesh)
-
-
-# The size of fsdp, that of context, and the strategy.
-EIGHT = [
-    (8, 1, "none"),
-    *((4, 2, name) for name in ("ring", "ulysses")),
-    *((8 // n, n, name) for n in (4, 8) for name in ("ring", "ulysses", "ulysses_ring")),
-]
+# The strategy, and the sizes of fsdp, context, tensor and data.
+CASES = [
+    ("none", 8, 1, 1, 1), ("all_gather", 2, 2, 2, 1), ("ulysses_ring", 1, 4, 1, 2),
+    *((name, 4, 2, 1, 1) for name in ("ring", "ulysses")),
+    *((name, 8 // n, n, 1, 1) for n in (4, 8) for name in ("ring", "ulysses", "ulysses_ring")),
+]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [True, False], ids=["both", "forward"])
-@pytest.mark.parametrize(("fsdp", "context", "strategy"), EIGHT)
+@pytest.mark.parametrize(("strategy", "fsdp", "context", "tensor", "data"), CASES)
 def test_every_transfer_over_eight_devices_is_named(
-    fsdp: int, context: int, strategy: str, backward: bool
+    strategy: str, fsdp: int, context: int, tensor: int, data: int, backward: bool
 ) -> None:
-    sizes = {"ici_fsdp_parallelism": fsdp, "ici_context_parallelism": context}
-    named = {} if strategy == "none" else {"context_parallel": strategy}
-    named |= {"ulysses_shards": 2} if strategy == "ulysses_ring" else {}
-    model = {"layers": LAYERS, "heads": 8, "dim_head": 12}
-    config = Settings(
-        **{"ici_data_parallelism": 1, "attention": "dot_product"} | sizes | named,
-        model=model, data={"canvas": 24},
-    )  # fmt: skip
+    """The loss and its gradients are those of one device."""
+    sizes = {"fsdp": fsdp, "context": context, "tensor": tensor, "data": data}
+    more: dict[str, Any] = {f"ici_{axis}_parallelism": size for axis, size in sizes.items()}
+    more |= {} if strategy == "none" else {"context_parallel": strategy}
+    more |= {"ulysses_shards": 2} if strategy == "ulysses_ring" else {}
+    config = settings_of(**more)
     mesh = config.make_mesh()
     assert plans(config, mesh)[0].strategy.name == strategy
     program = program_of(config, mesh, backward)
     check_transfers(str(program.run.as_text()), program.largest, config, mesh, backward)
+    if not backward:
+        return
+    (loss, grads), (want, wanted) = program.run(*program.given), one_device()
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    leaves = zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted), strict=True)
+    for (path, got), true in leaves:
+        scale = max(float(jnp.abs(true).max()), 1e-3)
+        np.testing.assert_allclose(got, true, atol=1e-4 * scale, err_msg=jax.tree_util.keystr(path))
 
 
 # ---- transfers -----------------------------------------------------------------------------------

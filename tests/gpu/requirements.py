@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import maxattn as ma
+from maxattn.kernels import refusal
 
 PACKAGE = {
     "flash": "fa4-jax",
@@ -24,3 +25,10 @@ def skip_unless_available(kernel: str, devices: int = 1) -> None:
     package = PACKAGE.get(kernel)
     if package and target.version(package) is None:
         pytest.skip(f"{package} is not installed")
+
+
+def skip_unless_taken(kernel: str, call: ma.Call) -> None:
+    """Skip the test where the kernel does not run, or refuses the call."""
+    skip_unless_available(kernel)
+    if reason := refusal(kernel, call, ma.Target.here()):
+        pytest.skip(str(reason))

@@ -118,12 +118,3 @@ def test_features(capability: str, feature: str) -> None:
     reason = fa4_of(target).supports(FEATURES[feature], target)
     hopper = capability == "9.0" or feature not in ON_HOPPER
     assert (reason is None) == (has_kernels and feature not in REFUSED and hopper)
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_lists_of_tiles_are_for_hopper_gpus(capability: str) -> None:
-    target = target_of(capability)
-    kernel = fa4_of(target).build(FEATURES["block window"], ma.AttentionConfig(), target)
-    assert ("block-sparse lists" in kernel.lines(FEATURES["block window"]).blocks) == (
-        capability == "9.0"
-    )

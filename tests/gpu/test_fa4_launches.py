@@ -23,9 +23,9 @@ from maxattn.kernels.fa4.launch import Launch, backward_launch, forward_launch
 from maxattn.kernels.fa4.problem import Problem, of_call
 from maxattn.kernels.fa4.work import ALL
 from maxattn.kernels.kv_block import KeyRange, pack
-from maxattn.kernels.softmax import merge_by_lse
 from tests.cases import TOLERANCE
 from tests.gpu.requirements import skip_unless_available
+from tests.kernels.shards import by_shards
 from tests.reference import error
 
 RNG = np.random.default_rng(11)
@@ -245,11 +245,11 @@ def test_against_float64(name: str, with_lse: bool) -> None:
         assert (np.asarray(unseen, np.float32).swapaxes(1, 2)[hidden] == 0).all()
 
 
-SHARDS = {
-    "causal": (M.Causal(), (0, 512, 1024)),
-    "window": (M.LocalWindow(700, 100), (0, 512, 1024)),
-    "blocks": (M.BlockCausal(128), (0, 512, 1024)),
-    "segments": (ids(2, 1536, 1536), (0, 0, 0)),
+SHARDS = {  # a mask, and the tokens of a shard
+    "causal": (M.Causal(), 512),
+    "window": (M.LocalWindow(700, 100), 512),
+    "blocks": (M.BlockCausal(128), 512),
+    "segments": (ids(2, 1536, 1536), 1536),
 }
 
 
@@ -258,44 +258,15 @@ SHARDS = {
 def test_shards_whose_positions_are_traced(name: str) -> None:
     """Results over shards of keys, each with its own offset, merge to the whole."""
     skip_unless_available("flash")
-    (mask, starts), b, t, n, h = SHARDS[name], 2, 1536, 4, 128
+    (mask, size), b, t, n, h = SHARDS[name], 2, 1536, 4, 128
     case = Case((b, t, t, n, n, h), mask)
     allowed = np.asarray(case.bound.allowed(np.arange(t), np.arange(t)))
     x = drawn(case, allowed) | {"dlse": jnp.zeros((b, n, t))}
     sharded = ma.Call(*case.sizes, "bfloat16", case.bound, return_lse=True, sharded=True)
     kernel = HopperFa4.build(sharded, ma.AttentionConfig(attention="flash"), ma.Target.here())
-    size = 512 if starts[1] else t
     bound = jax.tree.map(jnp.asarray, case.bound)
-
-    @jax.jit
-    def forward(q: Any, k: Any, v: Any, at: Any, start: Any) -> Any:
-        return kernel.forward(Inputs(q, k, v, mask=bound, q_offset=at, kv_offset=start))
-
-    @jax.jit
-    def backward(q: Any, k: Any, v: Any, at: Any, start: Any, rows: Rows) -> Any:
-        given = Inputs(q, k, v, mask=bound, q_offset=at, kv_offset=start)
-        return kernel.backward(given, rows)[:3]
-
-    shards = [slice(i, i + size) for i in range(0, t, size)]
-    outs, dqs = [], []
-    grads = [[jnp.zeros((b, size, n, h))] * 2 for _ in shards]
-    for queries in shards:
-        q, dout = x["q"][:, queries], x["dout"][:, queries]
-        at = jnp.int32(queries.start)
-        parts = [
-            forward(q, x["k"][:, keys], x["v"][:, keys], at, jnp.int32(keys.start))
-            for keys in shards
-        ]
-        out, lse = merge_by_lse([tuple(part) for part in parts])
-        rows, dq = Rows(out.astype(q.dtype), lse, dout, jnp.zeros_like(lse)), 0.0
-        for i, keys in enumerate(shards):
-            found = backward(q, x["k"][:, keys], x["v"][:, keys], at, jnp.int32(keys.start), rows)
-            dq, grads[i] = dq + found[0], [a + b for a, b in zip(grads[i], found[1:], strict=True)]
-        outs.append((out, lse))
-        dqs.append(dq)
-    out, lse = jnp.concatenate([o for o, _ in outs], 1), jnp.concatenate([e for _, e in outs], 2)
-    dk, dv = (jnp.concatenate([g[i] for g in grads], 1) for i in (0, 1))
-    compare((out, lse, jnp.concatenate(dqs, 1), dk, dv), exact(x, allowed, h**-0.5))
+    got = by_shards(kernel, bound, x, size)
+    compare(got, exact(x, allowed, h**-0.5))
 
 
 @pytest.mark.gpu
@@ -325,25 +296,3 @@ def test_blocks_of_a_ring_add_up_in_place(h: int) -> None:
     dq, grads = added(x["q"], halves, rows)
     dk, dv = (jnp.concatenate([g[i] for g in grads], axis=1) for i in (0, 1))
     compare((want["out"], want["lse"], dq, dk, dv), want)
-
-
-@pytest.mark.gpu
-def test_vmap_over_segments_and_lengths() -> None:
-    """A mapped axis becomes part of the batch, for the mask's arrays too."""
-    skip_unless_available("flash")
-    case = Case((2, 700, 700, 4, 4, 64))
-    b, t, _, n, _, h = case.sizes
-    config = ma.AttentionConfig(attention="flash")
-    masks = [ids(b, t, t) & M.Causal() for _ in range(3)]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *masks)
-    x = drawn(case, np.ones((1, 1, t, t), bool)) | {"dlse": jnp.zeros((b, n, t))}
-
-    def step(mask: M.Mask) -> Any:
-        run = partial(ma.attention, mask=mask, config=config, return_lse=True)
-        found, pull = jax.vjp(run, x["q"], x["k"], x["v"])
-        return *found, *pull((x["dout"], x["dlse"]))
-
-    got = jax.jit(jax.vmap(step))(stacked)
-    for i, mask in enumerate(masks):
-        allowed = np.asarray(mask.bind(t, t, b, n).allowed(np.arange(t), np.arange(t)))
-        compare([y[i] for y in got], exact(x, allowed, h**-0.5))

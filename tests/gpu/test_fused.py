@@ -11,17 +11,27 @@ import pytest
 
 from maxattn.errors import Unsupported
 from maxattn.kernels.base import Inputs, Rows
+from maxattn.kernels.composed.pair import Pair
+from maxattn.kernels.dot_product import DotProduct
 from maxattn.masks import Band, Causal, Full
 from maxattn.masks.band_pieces import fits_shards, pieces, shifts
 from maxattn.masks.terms import sort_terms
-from tests.cases import BIASES, HEADS, LENGTHS, MASKS, allowed, arrays, compare
+from tests.cases import HEADS, LENGTHS, MASKS, allowed, arrays, compare
 from tests.gpu.dense import DenseLibrary
 from tests.pairwise import name_of, pairwise
 from tests.reference import attention64, error
 from tests.waiting import but, few
 
 TAKEN = ["full", "causal", "window", "lengths", "flags", "causal & lengths", "nothing"]
+LIBRARY, PLAIN = DenseLibrary(20**-0.5, lse_gradient=True), DotProduct(20**-0.5)
+# Of a pair the first has the forward, and the second the backward.
+KERNELS = {
+    "library": LIBRARY,
+    "library after another": Pair(PLAIN, LIBRARY),
+    "library before another": Pair(LIBRARY, PLAIN),
+}
 AXES = {
+    "kernel": list(KERNELS),
     "mask": TAKEN,
     "heads": ["mha", "gqa"],
     "length": ["64", "odd", "cross", "one"],
@@ -48,7 +58,7 @@ def test_around_a_dense_library(case: dict) -> None:
     dlse = jnp.where(True if ok is None else ok.any(-1), x["dlse"], 0.0)
     bound = (t, s, case["batch"], HEADS[case["heads"]][0])
     mask = Full() if x["mask"] is None else x["mask"].bind(*bound)
-    kernel = DenseLibrary(case["head_dim"] ** -0.5, lse_gradient=True)
+    kernel = KERNELS[case["kernel"]]
 
     @partial(jax.jit, static_argnums=() if case["traced"] else 0)
     def both(offset, q, k, v, mask):
@@ -58,7 +68,6 @@ def test_around_a_dense_library(case: dict) -> None:
 
     got = both(0, x["q"], x["k"], x["v"], mask)
     want = attention64(x["q"], x["k"], x["v"], ok, dout=x["dout"], dlse=dlse)
-    assert BIASES[case["bias"]] is None
     compare(got, want)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import maxattn as ma
+from maxattn import masks as M
 from maxattn.errors import Unsupported
 from maxattn.jax_private.versions import aiter_in_jax
 from maxattn.kernels import KERNELS, refusal
@@ -128,3 +130,39 @@ def test_cudnn_refuses_one_query_with_one_key(kernel: str) -> None:
     assert reason is not None and "one query and one key" in reason.rule
     assert refusal(kernel, replace(short, kv_len=2), target) is None
     assert choose_kernel(short, target).name not in ("cudnn", "cudnn_flash_te")
+
+
+# ---- FlashAttention-4 and 32 bits: operands may be larger, and the sums of a backward may not ----
+
+HOPPER, BLACKWELL = named("H200", *FA4), named("B200", *FA4)
+
+
+def flash(batch: int, length: int, head_dim: int, target: ma.Target, **more: Any) -> str:
+    call = ma.Call(batch, length, length, 8, 8, head_dim, "bfloat16", **more)
+    return ma.plan(call, ma.AttentionConfig(attention="flash"), None, target).kernel.name
+
+
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL])
+def test_operands_of_more_than_2_to_the_31_elements_run(target: ma.Target) -> None:
+    """Strides are 64 bits: 2**33 elements are more than 32 bits count."""
+    assert flash(8, 2**20, 128, target) == flash(1, 2**23, 128, target) == "flash"
+
+
+LENGTHS = M.KeyPadding(np.full(2, 5)).form()
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "width", "mask"),
+    [
+        *((HOPPER, h, width, M.Full()) for h, width in ((64, 64), (160, 192), (256, 256))),
+        *((target, 128, 128, M.Full()) for target in (HOPPER, BLACKWELL)),
+        (HOPPER, 128, 256, LENGTHS),  # batch rows share the axis
+    ],
+)
+def test_sums_beyond_int32_are_refused(
+    target: ma.Target, head_dim: int, width: int, mask: M.Mask
+) -> None:
+    most = (2**31 - 1) // width - 256
+    assert flash(2, most, head_dim, target, mask=mask) == "flash"
+    with pytest.raises(Unsupported, match="at most 2147483647 numbers"):
+        flash(2, most + 1, head_dim, target, mask=mask)

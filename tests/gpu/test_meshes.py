@@ -7,6 +7,7 @@ one float32 sum over all hops.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,45 +17,35 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn._attention import run
-from maxattn.errors import Unsupported
-from tests.cases import TOLERANCE, compare, judge, run_case
+from tests.cases import TOLERANCE, compare
 from tests.gpu.requirements import skip_unless_available
-from tests.pairwise import product
+from tests.gpu.test_matrix import KERNELS, judge_or_refuse
+from tests.pairwise import name_of, product
 from tests.reference import attention64
 
 pytestmark = pytest.mark.gpu
 
 AXES = {
-    "kernel": ["cudnn", "cudnn_flash_te", "flash", "tokamax_flash"],
+    "kernel": KERNELS,
     "strategy": ["ring", "all_gather", "ulysses"],
     "mask": ["full", "causal", "lengths", "causal & lengths", "block window", "segments"],
     "length": ["64", "odd"],
+    "bias": ["none"],
 }
-FIXED = {"dtype": "bfloat16", "head_dim": 64, "batch": 2, "heads": "mha", "bias": "none"}
+BIASED = {"kernel": KERNELS[:3], "mask": ["causal"], "length": ["odd"]}
+BIASED |= {"bias": ["BNTS", "1NTS", "keys"]}
+FIXED = {"dtype": "bfloat16", "bias_dtype": "bfloat16", "head_dim": 64, "batch": 2, "heads": "mha"}
+CASES = [case for axes in (AXES, AXES | BIASED) for case in product(axes, lambda case: True)]
 
 
-@pytest.mark.parametrize(
-    "case", product(AXES, lambda case: True), ids=lambda c: "-".join(map(str, c.values()))
-)
-def test_two_gpus(case: dict, record_property) -> None:
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_two_gpus(case: dict, record_property: Any) -> None:
     skip_unless_available(case["kernel"], devices=2)
-    config = ma.AttentionConfig(
-        attention=case["kernel"],
-        context_parallel=case["strategy"],
-        ici_context_parallelism=2,
-        ici_data_parallelism=1,
-    )
-    case = case | FIXED
-    try:
-        errors = run_case(case, config, config.make_mesh(jax.devices()[:2]))
-    except Unsupported as refused:
-        assert case["kernel"] in str(refused)
-        record_property("refused", str(refused))
-        return
-    judge(case, errors)
+    sizes = {"ici_context_parallelism": 2, "ici_data_parallelism": 1}
+    judge_or_refuse(case | FIXED, record_property, 2, context_parallel=case["strategy"], **sizes)
 
 
-@pytest.mark.parametrize("kernel", AXES["kernel"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("order", ["full", "causal", "zig-zag"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])
 @pytest.mark.parametrize("devices", [2, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -114,3 +115,20 @@ def test_a_module_uses_it(kind: str, qk_norm: str, batch: int) -> None:
         return found if is_joint else (found,)
 
     same_as_by_xla(run, *states, name="norm_rotary", limit=3e-2)
+
+
+def test_forward_mode_of_a_module() -> None:
+    """Its tangent t = J x and its gradient agree: |t|^2 is the product of J^T t and x."""
+    config = ma.AttentionConfig(attention="dot_product")
+    sizes = {"heads": 2, "dim_head": 64, "qk_norm": "rms_norm", "bias": True}
+    attn = ma.FlaxAttention(128, **sizes, config=config, dtype="bfloat16", rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 60, 128), "bfloat16")
+
+    @jax.jit
+    def products(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        run = partial(attn, rotary_emb=ma.rope_1d(64, 60))
+        tangent = jax.jvp(run, (x,), (x,))[1]
+        (pulled,) = jax.vjp(run, x)[1](tangent)
+        return (float32(tangent) ** 2).sum(), (float32(pulled) * x).sum()
+
+    np.testing.assert_allclose(*products(x), rtol=2e-2)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import maxattn as ma
 from maxattn import masks as M
+from tests.cases import allowed
 from tests.gpu.requirements import skip_unless_available
 from tests.kernels.mapped import Mapped, one_of, step
 from tests.reference import error
@@ -27,6 +30,7 @@ AXES = {
     "keys": (None, 0, None, 0),
     "values": (None, None, 0, None),
     "inner axes": (1, 2, 0, 0),
+    "all but keys": (0, None, 0, 0),
 }
 KERNELS = ("flash", "cudnn", "cudnn_flash_te")
 
@@ -41,30 +45,31 @@ def _attend(kernel: str, lengths: bool) -> Any:
     return attend
 
 
-def _judge(got: Any, x: list[Any], lengths: bool = True) -> None:
-    SIZES.judge(got, x, SIZES.real(x[3]) if lengths else True)
+WAYS = {
+    "one": lambda run, axes: jax.vmap(run, axes),
+    "nested": lambda run, axes: jax.vmap(jax.vmap(run, axes), axes),
+    "in a user's shard_map": lambda run, axes: jax.shard_map(
+        jax.vmap(run, axes), mesh=Mesh(jax.devices()[:1], ("data",)), check_vma=False,
+        in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"),
+    ),
+}  # fmt: skip
+CASES = [
+    *product(AXES, [True, False], ["one"]),
+    ("all but keys", True, "nested"),
+    ("all", True, "in a user's shard_map"),
+]
 
 
-@pytest.mark.parametrize("lengths", [True, False])
-@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize(("name", "lengths", "way"), CASES)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_vmap_of_gradients(kernel: str, name: str, lengths: bool) -> None:
+def test_vmap_of_gradients(kernel: str, name: str, lengths: bool, way: str) -> None:
     skip_unless_available(kernel)
-    axes = (*AXES[name], 0)
-    x = SIZES.drawn(axes, (MANY,))
-    got = jax.jit(jax.vmap(step(_attend(kernel, lengths)), in_axes=axes))(*x)
-    for i in range(MANY):
-        _judge([g[i] for g in got], one_of(x, axes, i), lengths)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_nested_vmaps(kernel: str) -> None:
-    skip_unless_available(kernel)
-    axes = (0, None, 0, 0, 0)
-    x = SIZES.drawn(axes, (MANY, 2))
-    got = jax.jit(jax.vmap(jax.vmap(step(_attend(kernel, True)), axes), axes))(*x)
-    for at in np.ndindex(MANY, 2):
-        _judge([g[at] for g in got], one_of(x, axes, *at))
+    axes, many = (*AXES[name], 0), (MANY, 2) if way == "nested" else (MANY,)
+    x = SIZES.drawn(axes, many)
+    got = jax.jit(WAYS[way](step(_attend(kernel, lengths)), axes))(*x)
+    for at in np.ndindex(*many):
+        one = one_of(x, axes, *at)
+        SIZES.judge([g[at] for g in got], one, SIZES.real(one[3]) if lengths else True)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -86,34 +91,21 @@ def test_gradients_of_a_vmap(kernel: str) -> None:
     assert max(error(g, w) for g, w in zip(got, want, strict=True)) < 2e-2
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_vmap_in_a_users_shard_map(kernel: str) -> None:
-    skip_unless_available(kernel)
-    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
-    x = SIZES.drawn((0,) * 4, (MANY,))
-    run, spec = jax.vmap(step(_attend(kernel, True))), jax.sharding.PartitionSpec("data")
-    sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    got = jax.jit(sharded)(*x)
-    for i in range(MANY):
-        _judge([g[i] for g in got], [y[i] for y in x])
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_vmap_over_segments(kernel: str) -> None:
-    """With mapped segment ids `flash` tests pairs, and the others raise."""
-    skip_unless_available(kernel)
-    if kernel != "flash":
-        pytest.skip(f"{kernel} refuses segments")
+@pytest.mark.parametrize("causal", [False, True])
+def test_vmap_over_segments(causal: bool) -> None:
+    """Segment ids that are mapped: `flash` tests pairs, the others refuse by name."""
+    skip_unless_available("flash")
     q, k, v, _, dout = SIZES.drawn((0, None, None, 0), (MANY,))
-    rng = np.random.default_rng(9)
+    rng, config = np.random.default_rng(9), ma.AttentionConfig(attention="flash")
     ids = [jnp.asarray(rng.integers(0, 3, (MANY, B, n)), jnp.int32) for n in (T, S)]
-    config = ma.AttentionConfig(attention=kernel)
+    before = M.Causal() if causal else M.Full()
 
     def both(q: Any, q_ids: Any, kv_ids: Any, dout: Any) -> Any:
-        attend = partial(ma.attention, mask=M.Segments(q_ids, kv_ids), config=config)
+        mask = before & M.Segments(q_ids, kv_ids)
+        attend = partial(ma.attention, mask=mask, config=config)
         return step(lambda q, k, v, _: attend(q, k, v))(q, k, v, None, dout)
 
     got = jax.jit(jax.vmap(both))(q, *ids, dout)
     for i in range(MANY):
-        pairs = np.asarray(ids[0][i])[:, None, :, None] == np.asarray(ids[1][i])[:, None, None, :]
+        pairs = allowed(before & M.Segments(ids[0][i], ids[1][i]), T, S)
         SIZES.judge([g[i] for g in got], [q[i], k, v, None, dout[i]], pairs)

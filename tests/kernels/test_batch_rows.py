@@ -26,7 +26,7 @@ from maxattn.tools.cli.check import advice
 from maxattn.tools.memory import estimate
 from maxattn.tools.tune.candidates import kernel_candidates
 from tests.cases import draw_operands, judge_call
-from tests.golden_text import check_golden
+from tests.golden_text import check_golden, check_refused
 from tests.waiting import but
 
 T = 96
@@ -99,28 +99,22 @@ def test_on_a_mesh(strategy: str) -> None:
     judge_call(partial(run, plan, bias=None, mask=bound, mesh=mesh), x, mask)
 
 
-def test_second_derivatives() -> None:
-    """Plain JAX has equal second derivatives with and without batch rows."""
+def test_second_derivatives_and_vmap() -> None:
+    """Plain JAX is differentiated twice through the rows as without them."""
     x = arrays()
     dense = np.asarray(SEGMENTS.bind(T, T).allowed(np.arange(T), np.arange(T)))
+    config, two = KERNELS["dot_product"], np.stack([x["q"], x["q"][::-1]])
 
     def penalty(q: jax.Array, mask: Any) -> jax.Array:
         def energy(q: jax.Array) -> jax.Array:
-            config = KERNELS["dot_product"]
             return (ma.attention(q, x["k"], x["v"], mask=mask, config=config) ** 2).sum()
 
         return (jax.grad(energy)(q) ** 2).sum()
 
-    found, want = (jax.grad(partial(penalty, mask=m))(x["q"]) for m in (SEGMENTS, dense))
+    found, want = (
+        jax.jit(jax.vmap(jax.grad(partial(penalty, mask=m))))(two) for m in (SEGMENTS, dense)
+    )
     np.testing.assert_allclose(found, want, atol=1e-4 * float(jnp.abs(want).max()))
-
-
-def test_vmap() -> None:
-    x = arrays()
-    call = partial(ma.attention, mask=SEGMENTS, config=KERNELS["flash"])
-    q, k, v = (jnp.stack([x[name], x[name][::-1]]) for name in "qkv")
-    want = jnp.stack([call(*each) for each in zip(q, k, v, strict=True)])
-    np.testing.assert_allclose(jax.vmap(call)(q, k, v), want, atol=1e-5)
 
 
 def test_pairs_that_the_mask_forbids_are_not_computed() -> None:
@@ -174,12 +168,18 @@ def test_kernels_of_a_gpu_take_blocks_as_rows(kernel: str) -> None:
     assert "8 blocks of 1024 tokens as rows of the batch" in plan.explain()
 
 
-def test_auto_takes_of_blocks_what_it_takes_of_rows() -> None:
-    rows = ma.Call(8, 1024, 1024, 12, 12, 128, "bfloat16")
+def test_blocks_are_planned_as_rows() -> None:
+    """Their kernel, its time and the plan's values are those of rows."""
+    rows, flash = ma.Call(8, 1024, 1024, 12, 12, 128, "bfloat16"), KERNELS["flash"]
     packed, batch = (ma.plan(call, target=H200) for call in (PACKED, rows))
     assert packed.because == batch.because and packed.kernel.name == batch.kernel.name
     times = [plan.kernel.microseconds(plan.call, H200) for plan in (packed, batch)]
     assert times[0] == times[1] and times[0] is not None
+    values, of_rows = (ma.plan(call, flash, target=H200).to_dict() for call in (PACKED, rows))
+    more = {key: value for key, value in values.items() if key not in of_rows}
+    assert more == {"kernel.count": 8, "kernel.mask": "Full()"}
+    changed = {key for key in of_rows if of_rows[key] != values[key]}
+    assert changed == {"call", "mask", "q_len", "kv_len"}
 
 
 def test_the_scores_of_rows_are_counted() -> None:
@@ -209,16 +209,6 @@ def test_no_more_rows_than_a_launch_has() -> None:
     assert as_batch_rows(twice) is twice
 
 
-def test_a_plan_as_values_is_that_of_rows_and_their_number() -> None:
-    rows = ma.Call(8, 1024, 1024, 12, 12, 128, "bfloat16")
-    config = ma.AttentionConfig(attention="flash")
-    packed, batch = (ma.plan(call, config, target=H200).to_dict() for call in (PACKED, rows))
-    more = {key: value for key, value in packed.items() if key not in batch}
-    assert more == {"kernel.count": 8, "kernel.mask": "Full()"}
-    changed = {key for key in batch if batch[key] != packed[key]}
-    assert changed == {"call", "mask", "q_len", "kv_len"}
-
-
 # ---- what is said --------------------------------------------------------------------------------
 
 
@@ -239,7 +229,6 @@ def test_explain(name: str) -> None:
 
 
 def test_a_refusal_says_what_is_computed() -> None:
-    call = PACKED.derived(head_dim=512)
-    with pytest.raises(Unsupported) as caught:
-        ma.plan(call, ma.AttentionConfig(attention="cudnn"), target=H200)
-    check_golden("batch_rows/refused", str(caught.value))
+    call, config = PACKED.derived(head_dim=512), ma.AttentionConfig(attention="cudnn")
+    plan = partial(ma.plan, call, config, target=H200)
+    check_refused("batch_rows/refused", Unsupported, plan)

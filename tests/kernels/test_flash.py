@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -14,17 +15,16 @@ import maxattn as ma
 from maxattn import masks as M
 from maxattn.block_sizes import BlockSizes
 from maxattn.errors import Unsupported
-from maxattn.kernels.base import Inputs, Rows
+from maxattn.kernels.base import Inputs
 from maxattn.kernels.flash import Flash
 from maxattn.kernels.softmax import merge_by_lse
 from maxattn.kernels.splash.kernel import Splash
 from maxattn.kernels.splash.mask_codes import OneInterval, Positions, Shards, encode
-from maxattn.kernels.splash.mask_info import codes_of, mask_info, schedule
-from maxattn.masks.tile_kinds import tile_kinds
-from tests.cases import compare
+from maxattn.kernels.splash.mask_info import schedule
+from tests.cases import compare, draw_operands
 from tests.golden_text import check_golden
-from tests.kernel_of import blocks_of
-from tests.reference import attention64
+from tests.kernels.shards import by_shards
+from tests.reference import attention64, error
 from tests.waiting import but
 
 CPU, V5P = (ma.Target.named(kind) for kind in ("cpu", "TPU v5p"))
@@ -70,11 +70,6 @@ def test_a_code_says_what_the_mask_says(name: str, traced: bool) -> None:
         assert not got[:, kv_len:].any()
 
 
-def test_codes_are_equal_by_structure() -> None:
-    first, again = (encode(M.BlockSlidingWindow(24, 3, 0), 8, 512, 0, 0).code for _ in range(2))
-    assert first == again and hash(first) == hash(again)
-
-
 @pytest.mark.parametrize("density", [0.0, 0.1, 0.6, 1.0])
 def test_a_schedule_visits_each_tile_once(density: float) -> None:
     visited = np.random.default_rng(3).random((9, 13)) < density
@@ -92,45 +87,34 @@ def test_a_schedule_visits_each_tile_once(density: float) -> None:
         assert (mine == np.asarray(theirs)).all()
 
 
-@pytest.mark.parametrize("block", [1560, 3600])
-def test_lists_of_75600_tokens_name_the_tiles_of_the_window_alone(block: int) -> None:
-    mask, n = M.BlockSlidingWindow(block, 7, 0), 75_600
-    kinds = tile_kinds(mask, 512, 512, n, n, 0, 0)
-    info = mask_info(kinds, codes_of(mask, kinds, n, n, True, 0, 0), 148 * 512)
-    # A query tile of 512 lies in two blocks at most, which see 8 blocks together.
-    assert info.block_mask.shape[2] <= -(-8 * block // 512) + 1
-    assert int(info.block_mask.sum()) == int((kinds != M.EMPTY).sum())
-
-
 def whole(mask: M.Mask, kernel: Splash) -> tuple:
-    """Compute 2 x 2 shards with traced offsets: merged forward, then a backward of the merge."""
-    rng = np.random.default_rng(5)
-    q, dout = (jnp.asarray(rng.normal(size=(1, LENGTH, 4, 64)), "float32") for _ in range(2))
-    k, v = (jnp.asarray(rng.normal(size=(1, LENGTH, 2, 64)), "float32") for _ in range(2))
+    """Compute 2 x 2 shards, and what is expected."""
+    x = draw_operands(1, LENGTH, LENGTH, 4, 2, 64)
     ok = np.asarray(mask.allowed(np.arange(LENGTH), np.arange(LENGTH)))
-    dlse = jnp.where(ok.any(-1), jnp.asarray(rng.normal(size=(1, 4, LENGTH)), "float32"), 0.0)
-    forward = jax.jit(lambda q, k, v, i, j: kernel.forward(Inputs(q, k, v, None, mask, i, j)))
+    x["dlse"] = x["dlse"] * ok.any(-1)
+    want = attention64(x["q"], x["k"], x["v"], ok, dout=x["dout"], dlse=x["dlse"])
+    return by_shards(kernel, mask, x, SHARD), want
 
-    @jax.jit
-    def backward(q, k, v, i, j, *rows):
-        return kernel.backward(Inputs(q, k, v, None, mask, i, j), Rows(*rows))[:3]
 
-    cut = [slice(0, SHARD), slice(SHARD, LENGTH)]
-    grads = [jnp.zeros_like(x) for x in (q, k, v)]
-    outs, lses = [], []
-    for i, mine in enumerate(cut):
-        parts = [
-            forward(q[:, mine], k[:, c], v[:, c], i * SHARD, j * SHARD) for j, c in enumerate(cut)
-        ]
-        out, lse = merge_by_lse(parts)
-        outs, lses = [*outs, out], [*lses, lse]
-        rows = out, lse, dout[:, mine], dlse[:, :, mine]
-        for j, c in enumerate(cut):
-            dq, dk, dv = backward(q[:, mine], k[:, c], v[:, c], i * SHARD, j * SHARD, *rows)
-            for n, (where, g) in enumerate(((mine, dq), (c, dk), (c, dv))):
-                grads[n] = grads[n].at[:, where].add(g)
-    got = jnp.concatenate(outs, 1), jnp.concatenate(lses, 2), *grads
-    return got, attention64(q, k, v, ok, None, dout=dout, dlse=dlse)
+@pytest.mark.parametrize("cuts", [(), (40,), (0,), (77,), (7, 8, 61), (0, 20, 20, 77)])
+@pytest.mark.parametrize("level", [0.0, 300.0])
+def test_parts_are_merged_as_in_float64(cuts: tuple[int, ...], level: float) -> None:
+    """A part without keys has NaN; exp overflows for scores of 300."""
+    rng, bounds = np.random.default_rng(1), [0, *cuts, 77]
+    q, k, v = (rng.normal(size=(2, length, 3, 8)) for length in (9, 77, 77))
+    bias = np.full((1, 1, 1, 77), level)
+    want, parts = attention64(q, k, v, bias=bias), []
+    for a, b in pairwise(bounds):
+        part = np.full((2, 9, 3, 8), np.nan), np.full((2, 3, 9), -np.inf)
+        if b > a:
+            part = attention64(q, k[:, a:b], v[:, a:b], bias=bias[..., a:b])[:2]
+        parts.append([jnp.asarray(x, jnp.float32) for x in part])
+    out, lse = jax.jit(merge_by_lse)(parts)
+    assert out.dtype == lse.dtype == jnp.float32
+    assert error(out, want.out) < 1e-6 + level * 2e-8 and error(lse, want.lse) < 1e-6
+    nothing = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
+    out, lse = merge_by_lse([nothing] * len(parts))
+    assert (out == 0).all() and (lse == -jnp.inf).all()
 
 
 MERGED = [("full", FUSED), ("blocks", UNFUSED), ("blocks", FUSED), ("video", UNFUSED)]
@@ -198,15 +182,6 @@ def test_very_negative_scores_and_rows_with_nothing() -> None:
     assert all(np.isfinite(np.asarray(g)).all() for g in grads)
     for zero in (out[:, :12], grads[0][:, :12], grads[1][:, :20]):
         assert not np.asarray(zero).any()
-
-
-def test_sizes_are_adjusted_and_say_so() -> None:
-    asked = {"block_q": 512, "block_kv": 512, "block_kv_compute": 512}
-    config = ma.AttentionConfig(cross_attention="flash", flash_block_sizes=asked)
-    plan = ma.plan(call(32_760, 77, role="cross"), config, target=V5P)
-    assert blocks_of(plan.kernel).block_kv == 128
-    assert "changed block_kv: 512 → 128" in plan.explain()
-    assert ma.plan(call(), ma.AttentionConfig(attention="flash"), target=V5P).kernel.changes == ()
 
 
 TOKAMAX_CPU, TOKAMAX_V5P = (

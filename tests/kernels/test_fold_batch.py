@@ -6,24 +6,25 @@ have equal batches. tests/gpu/test_vmap_on_gpu.py tests the libraries themselves
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from maxattn.kernels.base import Grads, Inputs, Result, Rows
+import maxattn as ma
+from maxattn.kernels import table
+from maxattn.kernels.base import Grads, Result, Rows
 from maxattn.kernels.fold_batch import with_batch_folded
 from maxattn.kernels.fused.rectangles import PieceInputs
 from maxattn.masks import Causal, Full, KeyPadding
 from tests.gpu.dense import DenseLibrary
 from tests.kernels.mapped import Mapped, one_of, step
-from tests.reference import error
 from tests.waiting import but
 
 B, T, S, MANY = 2, 5, 7, 3
@@ -48,6 +49,10 @@ class Foreign(DenseLibrary):
 
     name: ClassVar[str] = "foreign"
 
+    @staticmethod
+    def build(call: ma.Call, config: Any, target: Any) -> Foreign:
+        return Foreign(call.scale, call.return_lse)
+
     def piece_forward(self, inputs: PieceInputs) -> Result:
         return with_batch_folded(self._one_forward, inputs)
 
@@ -62,31 +67,18 @@ class Foreign(DenseLibrary):
         return super().piece_backward(jax.tree.map(unbatched, inputs), rows)
 
 
-KERNEL = Foreign(0.3)
+@pytest.fixture(autouse=True)
+def library() -> Iterator[None]:
+    """Let a config name the library."""
+    table.add(table.KernelRow("foreign", "tests.kernels.test_fold_batch:Foreign"))
+    yield
+    table.remove("foreign")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(causal: bool, q: Any, k: Any, v: Any, lengths: Any) -> Any:
-    return KERNEL.forward(_inputs(causal, q, k, v, lengths)).out
-
-
-def _forward(causal: bool, q: Any, k: Any, v: Any, lengths: Any) -> Any:
-    out, lse = KERNEL.forward(_inputs(causal, q, k, v, lengths))
-    return out, (q, k, v, lengths, out, lse)
-
-
-def _backward(causal: bool, saved: Any, dout: Any) -> Any:
-    q, k, v, lengths, out, lse = saved
-    rows = Rows(out, lse, dout, jnp.zeros_like(lse))
-    return (*KERNEL.backward(_inputs(causal, q, k, v, lengths), rows)[:3], None)
-
-
-attend.defvjp(_forward, _backward)
-
-
-def _inputs(causal: bool, q: Any, k: Any, v: Any, lengths: Any) -> Inputs:
     mask = (Causal(2) if causal else Full()) & (Full() if lengths is None else KeyPadding(lengths))
-    return Inputs(q, k, v, mask=mask)
+    config = ma.AttentionConfig(attention="foreign")
+    return ma.attention(q, k, v, mask=mask, config=config, scale=0.3)
 
 
 def _step(causal: bool) -> Any:
@@ -113,25 +105,6 @@ def test_vmap_of_gradients(axes: tuple[int | None, ...], causal: bool, jitted: b
         SIZES.judge([g[i] for g in got], one, _pairs(causal, one[3]))
 
 
-def test_gradients_of_a_vmap() -> None:
-    """The gradient of an unmapped operand is the sum over the examples."""
-    axes = (0, None, None, 0)
-    *operands, dout = SIZES.drawn(axes, (MANY,))
-
-    def total(q: Any, k: Any, v: Any) -> Any:
-        run = jax.vmap(lambda q, ends: attend(False, q, k, v, ends))
-        return (run(q, operands[3]) * dout).sum()
-
-    dq, dk, dv = jax.jit(jax.grad(total, (0, 1, 2)))(*operands[:3])
-    q, k, v, ends = operands
-    each = [
-        SIZES.wanted([q[i], k, v, ends[i], dout[i]], _pairs(False, ends[i])) for i in range(MANY)
-    ]
-    assert max(error(dq[i], each[i].dq) for i in range(MANY)) < 2e-5
-    assert error(dk, sum(x.dk for x in each)) < 2e-5
-    assert error(dv, sum(x.dv for x in each)) < 2e-5
-
-
 def test_nested_vmaps_are_one_call() -> None:
     axes, many = (0, None, 0, 0), (MANY, 2)
     x, each = SIZES.drawn(axes, many), (*axes, 0)
@@ -149,22 +122,6 @@ def test_inside_shard_map() -> None:
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     for got, want in zip(jax.jit(sharded)(*x), jax.jit(run)(*x), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_nothing_is_added_where_nothing_is_mapped() -> None:
-    x = [y[0] for y in SIZES.drawn((0,) * 4, (1,))]
-    plain = DenseLibrary(0.3)
-
-    def text(kernel: Any) -> str:
-        def forward(q: Any, k: Any, v: Any, lengths: Any) -> Any:
-            return kernel.forward(_inputs(True, q, k, v, lengths))
-
-        return jax.jit(forward).lower(*x[:4]).compile().as_text() or ""
-
-    def ops(text: str) -> list[str]:
-        return [line.split("metadata")[0] for line in text.splitlines() if " = " in line]
-
-    assert len(ops(text(KERNEL))) == len(ops(text(plain)))
 
 
 def _weighed(x: Any, weights: Any) -> Any:

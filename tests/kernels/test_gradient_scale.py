@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,20 +13,15 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from tests.cases import RESULTS, TOLERANCE, both
+from tests.kernels.test_surroundings import SETTINGS as ALIKE
 from tests.kernels.test_surroundings import needs_tokamax
 from tests.reference import attention64, error
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "dense": {"attention": "dot_product"},
-    "blockwise": {
-        "attention": "dot_product", "use_memory_efficient_attention": True,
-        "query_chunk_size": 2, "key_chunk_size": 3,
-    },
-    "flash": {"attention": "flash"},
-    "flash fused": {"attention": "flash", "flash_block_sizes": {"use_fused_bwd_kernel": True}},
-    "tokamax_flash": {"attention": "tokamax_flash"},
+CHUNKS = {"query_chunk_size": 2, "key_chunk_size": 3}
+SETTINGS = ALIKE | {
+    "blockwise": ALIKE["blockwise"] | CHUNKS,
     "tpu_flash": {"attention": "tpu_flash"},
-}  # fmt: skip
+}
 EACH = [
     *("dense", "blockwise", "tpu_flash"),
     pytest.param("flash", marks=pytest.mark.slow),
@@ -80,8 +74,7 @@ def test_gradients_are_right_at_both_ends_of_the_range(name: str, size: float) -
     judge(operands(size), SETTINGS[name], M.Causal())
 
 
-@pytest.mark.parametrize("large", ["v", "dout"])
-@pytest.mark.parametrize("name", EACH[:2])
+@pytest.mark.parametrize(("name", "large"), [("dense", "v"), ("blockwise", "dout")])
 def test_gradients_of_values_keep_their_digits_beside_large_operands(name: str, large: str) -> None:
     """Products of q and dS might overflow, and a product of v and dout is nearly 0."""
     x = operands(1.0)
@@ -101,8 +94,9 @@ def test_queries_and_keys_near_zero_keep_their_digits(name: str) -> None:
     judge(x, settings, M.KeyPadding(jnp.array([3, 4])), scale=0.01)
 
 
-@pytest.mark.parametrize("size", [10_000.0, 1e-6])
-@pytest.mark.parametrize("shape", [(2, 4, 4, 4), (1, 4, 1, 4), (2, 1, 4, 1)])
+@pytest.mark.parametrize(
+    ("shape", "size"), [((2, 4, 4, 4), 1e-6), ((1, 4, 1, 4), 10_000.0), ((2, 1, 4, 1), 1e-6)]
+)
 def test_the_gradient_of_a_bias(shape: tuple[int, ...], size: float) -> None:
     judge(operands(size, shape), SETTINGS["dense"])
 
@@ -141,8 +135,7 @@ def test_second_derivatives_equal_those_of_float32() -> None:
         assert error(g, w) < 5e-3
 
 
-@pytest.mark.parametrize("name", ["dense", "blockwise"])
-@pytest.mark.parametrize("size", [30_000.0, 1e-6])
+@pytest.mark.parametrize(("name", "size"), [("dense", 30_000.0), ("blockwise", 1e-6)])
 def test_forward_mode(name: str, size: float) -> None:
     """With tangents of 30,000 the scores' tangents exceed 65,504, but the output's do not."""
     x = operands(1e-6)
@@ -160,14 +153,9 @@ def test_forward_mode(name: str, size: float) -> None:
     assert off <= TOLERANCE["float16"] * np.abs(want).max() + 2**-24
 
 
-@pytest.mark.parametrize("mode", ["strict", "64 bits"])
-def test_without_promotion_and_in_64_bit_mode(mode: str) -> None:
-    with ExitStack() as stack:
-        if mode == "strict":
-            stack.enter_context(jax.numpy_rank_promotion("raise"))
-            stack.enter_context(jax.numpy_dtype_promotion("strict"))
-        else:
-            stack.enter_context(jax.enable_x64(True))
+def test_without_promotion_and_in_64_bit_mode() -> None:
+    forbidden = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with forbidden[0], forbidden[1], jax.enable_x64(True):
         judge(operands(10_000.0), SETTINGS["dense"])
 
 

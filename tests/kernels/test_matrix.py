@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
+
+import numpy as np
 import pytest
 
 import maxattn as ma
-from tests.cases import BIASES, KINDS, LENGTHS, MASKS, judge, run_case
+from maxattn import masks as M
+from tests.cases import BIASES, KINDS, LENGTHS, MASKS, draw_operands, judge, judge_call, run_case
 from tests.pairwise import name_of, pairwise, product
-from tests.waiting import few, slow
+from tests.waiting import but, few, slow
 
 BLOCKWISE = {"attention": "dot_product", "use_memory_efficient_attention": True}
 FLASH, TOKAMAX = {"attention": "flash"}, {"attention": "tokamax_flash"}
@@ -104,3 +109,22 @@ def test_against_float64(case: dict) -> None:
     if case["kernel"] in OF_TOKAMAX:
         pytest.importorskip("tokamax")
     judge(case, run_case(case, ma.AttentionConfig(**KERNELS[case["kernel"]])))
+
+
+LENGTHS_OF_TEXTS = (1, 77, 226, 257, 300, 333, 600, 1000, 1300)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "length"),
+    but(itertools.product(("flash", "tokamax_flash"), LENGTHS_OF_TEXTS), [("flash", 1300)]),
+)
+def test_texts_of_every_length_that_models_have(kernel: str, length: int) -> None:
+    """77 queries of a text of `length` tokens; the second batch row has two thirds of them."""
+    if kernel == "tokamax_flash":
+        pytest.importorskip("tokamax")
+    sizes = {"block_kv": 512, "block_kv_compute": 256}
+    config = ma.AttentionConfig(cross_attention=kernel, flash_block_sizes=sizes)
+    mask = M.KeyPadding(np.array([length, -(-2 * length // 3)], np.int32))
+    x = draw_operands(b=2, t=77, s=length, n=2, k=2, h=64)
+    call = partial(ma.attention, mask=mask, config=config, role="cross", return_lse=True)
+    judge_call(call, x, mask)

@@ -1,4 +1,4 @@
-"""Pairs of TPU kernels: one kernel's forward with another's backward."""
+"""TPU kernels together: the forward of one and the backward of another, and two cores."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_values_of_another_head_dim() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", ["full", pytest.param("window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mask", ["full", "window"])
 def test_a_pair_goes_round_a_ring(mask: str) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("context",))
     check("flash/tpu_flash", MASKS[mask], mesh)
@@ -83,20 +83,51 @@ def test_a_forward_is_bound_by_its_own_rules_alone() -> None:
     assert [kernel.name for kernel in kernels_of(pair)] == ["flash", "tpu_flash"]
 
 
-def test_its_changes_are_of_sizes_that_run() -> None:
+def test_its_changes_are_of_sizes_that_run_and_its_memory_is_its_backwards() -> None:
     asked = {"block_q": 1000, "block_q_dkv": 1000, "block_kv_dkv": 1000}
     config = ma.AttentionConfig(flash_block_sizes=asked)
     pair = build("flash/tpu_flash", WAN, config, V5P)
-    first, second = kernels_of(pair)
-    keys = {change.key for change in pair.changes}
-    assert keys == {c.key for c in first.changes if c.key in FORWARD} | {
-        c.key for c in second.changes if c.key not in FORWARD
-    }
-    assert "block_q_dkv" in keys
+    first, second = ([c.key for c in kernel.changes] for kernel in kernels_of(pair))
+    own = {key for key in first if key in FORWARD} | {key for key in second if key not in FORWARD}
+    assert {change.key for change in pair.changes} == own >= {"block_q_dkv"}
+    plans = (
+        ma.plan(WAN, ma.AttentionConfig(attention=x), None, V5P) for x in ("auto", "tpu_flash")
+    )
+    named = [[part.what for part in estimate(plan, True)] for plan in plans]
+    assert named[0] == named[1]
 
 
-def test_its_memory_is_that_of_its_backward() -> None:
-    plan = ma.plan(WAN, ma.AttentionConfig(), None, V5P)
-    own = ma.plan(WAN, ma.AttentionConfig(attention="tpu_flash"), None, V5P)
-    named = [part.what for part in estimate(plan, True)]
-    assert named == [part.what for part in estimate(own, True)]
+# ---- two cores: heads become batch rows of a backward --------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "flash": {"attention": "flash"},
+    "flash fused": {"attention": "flash", "flash_block_sizes": {"use_fused_bwd_kernel": True}},
+    "tokamax_flash": {"attention": "tokamax_flash"},
+}
+# A mask, shared heads, a batch, and heads alone.
+LENGTHS = M.KeyPadding(np.array([150, 90, 201], np.int32))
+CASES = [
+    (1, 4, 4, M.BlockSlidingWindow(24, 3)), (1, 4, 2, M.Full()), (3, 2, 2, LENGTHS),
+    (1, 2, 1, M.Full()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), but(product(SETTINGS, CASES), lambda x: x == ("flash fused", CASES[0]))
+)
+def test_a_backward_over_two_cores(name: str, case: tuple[int, int, int, M.Mask]) -> None:
+    if name == "tokamax_flash":
+        pytest.importorskip("tokamax")
+    batch, heads, kv_heads, mask = case
+    x, config = draw_operands(batch, 201, 201, heads, kv_heads, 64), SETTINGS[name]
+    bound, packages = mask.bind(201, 201, batch, heads), (("tokamax", "0.0.17"),)
+    call = ma.Call.of(x["q"], x["k"], bound, return_lse=True)
+    cores = {}
+    for kind in ("cpu", "TPU v6e", "TPU v5p"):
+        target = ma.Target.named(kind, packages)
+        plan = ma.plan(call, ma.AttentionConfig(**config), target=target)
+        cores[kind] = plan.kernel.cores  # type: ignore[attr-defined]
+    assert cores == {"cpu": 1, "TPU v6e": 1, "TPU v5p": 2}
+    plan = ma.plan(call, ma.AttentionConfig(**config), target=ma.Target.named("cpu", packages))
+    plan = replace(plan, kernel=replace(plan.kernel, cores=2))  # type: ignore[call-arg]
+    judge_call(partial(run, plan, bias=None, mask=bound, mesh=None), x, mask)

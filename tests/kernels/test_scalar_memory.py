@@ -34,16 +34,13 @@ def test_lengths_whose_lists_do_not_fit_are_refused_by_name() -> None:
     allowed = _plan(10_000_000, M.Causal(), fallback="warn")
     assert allowed.kernel.name == "memory_efficient" and allowed.fell_back
     assert _plan(10_000_000, M.Causal(), attention="auto").kernel.name == "memory_efficient"
+    ring = {"context_parallel": "ring"}
     with pytest.raises(Unsupported, match="scalar memory"):
-        _plan(10_000_000, M.Causal(), {"context": 4}, context_parallel="ring")
-    ring = _plan(1_048_576, M.Causal(), {"context": 8}, context_parallel="ring")
-    assert ring.kernel.name == "flash"
-
-
-def test_where_nothing_was_asked_tiles_are_as_large_as_the_lists_need() -> None:
-    plan = _plan(600_000, M.Causal())
-    assert min(plan.kernel.blocks.block_q, plan.kernel.blocks.block_kv) > 512
-    assert plan.kernel.inference_changes == ()
+        _plan(10_000_000, M.Causal(), {"context": 4}, **ring)
+    assert _plan(1_048_576, M.Causal(), {"context": 8}, **ring).kernel.name == "flash"
+    larger = _plan(600_000, M.Causal()).kernel  # nothing was asked: tiles as large as lists need
+    assert min(larger.blocks.block_q, larger.blocks.block_kv) > 512
+    assert larger.inference_changes == ()
 
 
 SMALL = {"block_q": 256, "block_kv": 256, "block_kv_compute": 256}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import Unsupported
+from tests.cases import allowed, both, compare, draw_operands
 from tests.reference import attention64
 from tests.waiting import but
 
@@ -32,6 +33,7 @@ class Case(NamedTuple):
     flags: bool = False
     dtype: str = "float32"
     size: float = 1.0
+    float32_qk_product: bool = False
 
 
 CASES = {
@@ -49,44 +51,39 @@ CASES = {
     "float16": Case(300, 77, 4, 4, 64, (77, 5), dtype="float16"),
     "large scores": Case(300, 77, 2, 2, 64, (77, 5), size=12.0),
     "large scores in float16": Case(200, 77, 2, 2, 64, dtype="float16", size=4.0),
+    # K times the scale is not rounded then; rounded, it changes the output by 0.2.
+    "float32 products": Case(140, 200, 2, 2, 128, None, False, "bfloat16", 6.0, True),
 }
-MANY = ("one key", "flags", "shared key heads", "large scores", "a row without keys", "bfloat16")
+DIGITS = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
+MANY = (
+    "float32 products",
+    "one key",
+    "flags",
+    "shared key heads",
+    "large scores",
+    "a row without keys",
+    "bfloat16",
+)
 
 
 @pytest.mark.parametrize("name", but(CASES, MANY))
 def test_forward_and_gradients(name: str) -> None:
+    """The output, the LSE, and all gradients; a row without keys has no LSE."""
     case = CASES[name]
-    q, k, v, dout = _arrays(case)
-    mask, allowed = _mask(case)
-
-    @jax.jit
-    def run(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        attend = partial(ma.attention, mask=mask, config=CONFIG, role="cross")
-        out, vjp = jax.vjp(attend, q, k, v)
-        return out, *vjp(dout)
-
-    want = attention64(q, k, v, allowed, dout=dout)
-    digits = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}[case.dtype]
-    exact = want.out, want.dq, want.dk, want.dv
-    for got, one in zip(run(q, k, v, dout), exact, strict=True):
-        error = np.abs(np.asarray(got, np.float64) - one).max()
-        assert error < digits * max(1.0, case.size**2 * np.abs(one).max())
-
-
-def test_float32_products_of_large_scores_in_bfloat16() -> None:
-    """K times the scale must not be rounded; rounding changes the output by 0.2."""
-    rng = np.random.default_rng(0)
-    q, k, v, dout = (
-        jnp.asarray(rng.normal(size=(1, n, 2, 128)) * size, jnp.bfloat16)
-        for n, size in ((140, 6.0), (200, 6.0), (200, 1.0), (140, 1.0))
-    )
-    config = ma.AttentionConfig(attention="tpu_few_keys", float32_qk_product=True)
-    out, pull = jax.vjp(partial(ma.attention, config=config), q, k, v)
-    want = attention64(q, k, v, dout=dout)
-    exact = want.out, want.dq, want.dk, want.dv
-    for got, one, given in zip((out, *pull(dout)), exact, (q, q, k, v), strict=True):
-        assert got.dtype == given.dtype
-        assert np.abs(np.asarray(got, np.float64) - one).max() < 1e-2 * np.abs(one).max()
+    rng, mask = np.random.default_rng(7), _mask(case)
+    sizes = 2, case.q_len, case.kv_len, case.heads, case.kv_heads, case.head_dim
+    x = draw_operands(*sizes)
+    x |= {key: jnp.asarray(x[key] * case.size, case.dtype) for key in "qk"}
+    x |= {key: jnp.asarray(x[key], case.dtype) for key in ("v", "dout")}
+    ok = np.asarray(allowed(mask, case.q_len, case.kv_len))
+    x["dlse"] = rng.normal(size=x["dlse"].shape).astype(np.float32) * ok.any(-1)
+    config = CONFIG.replace(float32_qk_product=case.float32_qk_product)
+    attend = partial(ma.attention, mask=mask, config=config, role="cross", return_lse=True)
+    got = jax.jit(partial(both, attend, x))(x["q"], x["k"], x["v"])
+    want = attention64(x["q"], x["k"], x["v"], ok, dout=x["dout"], dlse=x["dlse"])
+    large = case.size**2 if not case.float32_qk_product else 1.0  # scores are rounded
+    compare(got, want, DIGITS[case.dtype] * large)
+    assert all(g.dtype == x[key].dtype for g, key in zip(got[2:], "qkv", strict=True))
 
 
 def test_float32_products_with_a_step_too_large_are_refused() -> None:
@@ -97,27 +94,11 @@ def test_float32_products_with_a_step_too_large_are_refused() -> None:
             ma.plan(call, settings, target=ma.Target.named("TPU v6e"))
 
 
-def test_lse_and_its_gradient() -> None:
-    case = CASES["lengths"]
-    q, k, v, _ = _arrays(case)
-    mask, allowed = _mask(case)
-
-    def loss(q: Any, k: Any) -> Any:
-        _, lse = ma.attention(q, k, v, mask=mask, config=CONFIG, role="cross", return_lse=True)
-        return jnp.sum(lse**2)
-
-    def exact(q: Any, k: Any) -> Any:
-        s = jnp.einsum("btnh,bsnh->bnts", q, k) * case.head_dim**-0.5
-        return jnp.sum(jax.nn.logsumexp(jnp.where(allowed, s, -jnp.inf), axis=3) ** 2)
-
-    for got, want in zip(*(jax.grad(f, (0, 1))(q, k) for f in (loss, exact)), strict=True):
-        assert np.allclose(got, want, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_stays_in_its_row(bad: float) -> None:
-    q, k, v, _ = _arrays(CASES["a text of 77"])
-    out = ma.attention(q.at[0, 5, 1, 3].set(bad), k, v, config=CONFIG, role="cross")
+    x = draw_operands(2, 300, 77, 4, 4, 64)
+    x["q"][0, 5, 1, 3] = bad
+    out = ma.attention(x["q"], x["k"], x["v"], config=CONFIG, role="cross")
     rows = np.argwhere(np.isnan(np.asarray(out)).any(axis=3))
     assert rows.tolist() == [[0, 5, 1]]
 
@@ -136,23 +117,11 @@ def test_refused(call: ma.Call, why: str) -> None:
         ma.plan(call, CONFIG, target=ma.Target.named("TPU v6e"))
 
 
-def _arrays(case: Case) -> tuple[Any, ...]:
-    rng = np.random.default_rng(7)
-    queries, keys = (
-        (2, n, heads, case.head_dim)
-        for n, heads in ((case.q_len, case.heads), (case.kv_len, case.kv_heads))
-    )
-    sizes = case.size, case.size, 1.0, 1.0
-    shapes = zip((queries, keys, keys, queries), sizes, strict=True)
-    return tuple(jnp.asarray(size * rng.normal(size=s), case.dtype) for s, size in shapes)
-
-
-def _mask(case: Case) -> tuple[Any, Any]:
+def _mask(case: Case) -> M.Mask:
     if case.lengths is None:
-        return None, None
+        return M.Full()
     lengths = np.asarray(case.lengths, np.int32)
+    if not case.flags:
+        return M.KeyPadding(lengths)
     real = np.arange(case.kv_len) < lengths[:, None]
-    if case.flags:
-        real = np.random.default_rng(3).permuted(real, axis=1)
-        return M.KeyPadding(real), real[:, None, None]
-    return M.KeyPadding(lengths), real[:, None, None]
+    return M.KeyPadding(np.random.default_rng(3).permuted(real, axis=1))

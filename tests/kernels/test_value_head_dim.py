@@ -20,16 +20,12 @@ from maxattn._attention import run
 from maxattn.context_parallel.ring.gpu import GpuSchedule
 from maxattn.context_parallel.ring.ring import Ring
 from maxattn.errors import InputError, Unsupported
-from maxattn.kernels import build
-from maxattn.kernels.base import Inputs, Rows
-from maxattn.kernels.kv_block import pack
 from maxattn.kernels.table import TABLE
 from maxattn.tools.memory import estimate
 from tests.cases import HEADS, KINDS, LENGTHS, TOLERANCE, XLA_KERNELS, allowed, both, compare
 from tests.cases import arrays as same_dims
 from tests.context_parallel.test_zigzag import free_permutes as free_permutes
 from tests.golden_text import check_golden
-from tests.jaxprs import count_primitive
 from tests.pairwise import name_of, pairwise, plainly
 from tests.reference import attention64, error
 from tests.waiting import but, few
@@ -107,26 +103,6 @@ def test_against_float64(case: dict) -> None:
     judge(case, x, f(x["q"], x["k"], x["v"], x["bias"]))
 
 
-@pytest.mark.slow
-def test_a_padded_backward_over_blocks_of_keys() -> None:
-    """Blocks of keys are one array, as wide as the padded heads; dQ has q's channels."""
-    case = {"kernel": "flash", "mask": "full", "dims": (8, 12), "heads": "mha", "length": "64"}
-    case |= {"bias": "none", "dtype": "float32"}
-    x = arrays(case)
-    call = ma.Call.of(x["q"], x["k"], return_lse=True, value_head_dim=12)
-    kernel = build("flash", call, PADDED["flash"], ma.Target.here())
-    inputs = Inputs(*(jnp.asarray(x[name]) for name in "qkv"))
-    out, lse = kernel.forward(inputs)
-    rows = Rows(out, lse, jnp.asarray(x["dout"]), jnp.asarray(x["dlse"]))
-    accumulator = kernel.accumulator(inputs, rows)
-    found = [
-        accumulator.add(pack(inputs.k[:, i:j], inputs.v[:, i:j])) for i, j in ((0, 32), (32, 64))
-    ]
-    dk, dv = (jnp.concatenate([each[i] for each in found], axis=1) for i in (0, 1))
-    judge(case, x, (out, lse, accumulator.dq(), dk[..., :8], dv))
-    assert not np.asarray(dk[..., 8:]).any(), "what fills the heads has no gradient"
-
-
 def cut_by_a_ring(case: dict) -> bool:
     """Check whether shards change the mask: rings cut it, other strategies see global positions."""
     return "ring" in case["strategy"] or case["mask"] == "segments"
@@ -166,11 +142,7 @@ def test_on_a_mesh_against_float64(case: dict) -> None:
         plan = replace(plan, strategy=replace(plan.strategy, schedule=GpuSchedule()))
     f = partial(both, lambda q, k, v: run(plan, q, k, v, None, mask, mesh), x)
     operands = x["q"], x["k"], x["v"]
-    traced = jax.jit(f).trace(*operands)
-    for kind in ("ppermute", "all_to_all", "all_gather"):
-        named = sum(c.hops * c.arrays for c in plan.collectives if c.kind == kind)
-        assert count_primitive(traced.jaxpr.jaxpr, kind) == named, kind
-    judge(case, x, traced.lower().compile()(*operands))
+    judge(case, x, jax.jit(f)(*operands))
 
 
 # ---- modules -------------------------------------------------------------------------------------
@@ -246,6 +218,7 @@ def test_the_weights_have_diffusers_names_and_a_cache_is_refused() -> None:
 # ---- which kernels -------------------------------------------------------------------------------
 
 WIDE = ma.Call(1, 4096, 4096, 8, 8, 192, "bfloat16", value_head_dim=128)
+NARROW = ma.Call(1, 4096, 4096, 8, 8, 64, "bfloat16", value_head_dim=128)
 STREAM = ma.Stream(tokens_per_frame=4, frames_per_block=3, window=2)
 PLAIN = ("dot_product", "memory_efficient")
 PACKAGES = {"tokamax": "0.0.17", "transformer-engine-jax": "2.20.2", "fa4-jax": "0.1.0"}
@@ -275,21 +248,14 @@ def test_kernels_of_one_head_dim_say_what_they_pad(kernel: str, dims: tuple[int,
     check_golden(f"padded_heads/{kernel}_{dims[0]}_{dims[1]}", said)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses_ring"])
-def test_a_ring_on_gpus_explains_padded_heads(strategy: str) -> None:
-    target = ma.Target.named("NVIDIA H200", packages=tuple(PACKAGES.items()))
-    config = ma.AttentionConfig(attention=strategy)  # type: ignore[arg-type]
-    call = ma.Call(1, 4096, 4096, 8, 8, 64, "bfloat16", value_head_dim=128)
-    assert "padded to" in ma.plan(call, config, {"context": 4}, target).explain()
-
-
 def test_times_and_memory_are_of_padded_heads() -> None:
     """A kernel with a single head dim takes as long as with heads of the larger one.
 
     If V is the narrower, V and out are copied, and so are their gradients.
     """
     target = ma.Target.named("NVIDIA H200", packages=tuple(PACKAGES.items()))
-    config = ma.AttentionConfig(attention="cudnn")
+    config, ring = (ma.AttentionConfig(attention=x) for x in ("cudnn", "ring"))
+    assert "padded to" in ma.plan(NARROW, ring, {"context": 4}, target).explain()
     narrow, plain = (
         ma.plan(call, config, target=target) for call in (WIDE, replace(WIDE, value_head_dim=0))
     )

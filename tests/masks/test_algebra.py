@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from maxattn import masks as M
 from maxattn.errors import InputError
@@ -55,21 +54,8 @@ def test_absorption_and_complement(a: M.Mask, b: M.Mask) -> None:
 
 
 @laws
-@given(masks)
-def test_negation_only_wraps_a_leaf(a: M.Mask) -> None:
-    def walk(mask: M.Mask) -> None:
-        if isinstance(mask, M.Not):
-            assert not mask.arg.parts() and not isinstance(mask.arg, (M.Full, M.Empty))
-        for part in mask.parts():
-            assert not (isinstance(mask, (M.And, M.Or)) and type(part) is type(mask))
-            walk(part)
-
-    walk(a.canonical())
-
-
-@laws
-@given(trees(9, 9), st.integers(9, 30))
-def test_bind_is_idempotent(tree: Tree, q_len: int) -> None:
+@given(trees(9, 9))
+def test_bind_is_idempotent(tree: Tree) -> None:
     bound = build(tree).bind(9, 9)
     assert bound.is_bound and bound.bind(9, 9) == bound
 
@@ -81,7 +67,6 @@ SAME_STRUCTURE = {
     "three": ((C & A & B) | (C & B & A), C & A & B),
     "through not": (~(~A & ~B) & (B | A), A | B),
     "one absorbs two": ((A | B) & (B | A) & A, A),
-    "a third stays": ((A | B) & (B | A) & C, (A | B) & C),
 }
 
 
@@ -115,11 +100,6 @@ def test_masks_with_arrays() -> None:
     assert x & M.Causal() == M.Causal() & x
     assert x & ~x == M.Empty()
     assert x.form() == y.form() and (x & M.Causal()).form() == (M.Causal() & y).form()
-
-
-def test_bind_resolves_offsets_below_connectives() -> None:
-    bound = (~M.Causal() | M.BlockCausal(2, offset=1)).bind(3, 8)
-    assert bound == ~M.Causal(5) | M.BlockCausal(2, 1)
 
 
 def test_names_terms_period() -> None:

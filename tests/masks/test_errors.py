@@ -89,14 +89,6 @@ def test_message(name: str) -> None:
     check_refused(f"masks/error_{name}", InputError, BAD[name])
 
 
-def test_a_message_keeps_its_parts() -> None:
-    with pytest.raises(InputError) as caught:
-        M.VideoMask(21, 1560, window=2, sink=3)
-    error = caught.value
-    assert (error.setting, error.value) == ("VideoMask.sink", 3)
-    assert "2 frames" in error.rule and "larger" in error.remedy
-
-
 def test_every_golden_error_has_its_case() -> None:
     errors = {name for name in golden_texts("masks") if name.startswith("error_")}
     assert errors == {f"error_{name}" for name in BAD}

@@ -17,16 +17,13 @@ import pytest
 import maxattn as ma
 from maxattn import masks as M
 from maxattn.errors import InputError
-from maxattn.kernels.base import Inputs, refuse_mask
-from maxattn.kernels.blockwise.chunk_sizes import SPARSE_CHUNK, choose_chunks
+from maxattn.kernels.base import Inputs
 from maxattn.kernels.blockwise.visits import visits
 from maxattn.kernels.fa4.lists import masked_inputs
 from maxattn.kernels.fa4.problem import of_inputs
 from maxattn.kernels.fa4.tiles import Tile
 from maxattn.kernels.flash import Flash
-from maxattn.kernels.splash.mask_codes import OneInterval, Positions, encode
 from maxattn.kernels.splash.mask_info import codes_of, mask_info
-from maxattn.masks.terms import sort_terms
 from maxattn.masks.tile_kinds import tile_kinds
 from tests.context_parallel.test_ring import CONFIG as RING
 from tests.context_parallel.test_ring import qkv, sends
@@ -324,23 +321,6 @@ def test_a_new_mask_is_a_value_that_is_drawn(name: str) -> None:
     assert picture == ["".join("█" if x else "·" for x in row) for row in want]
     call = ma.Call(1, LENGTH, LENGTH, 1, 1, 64, mask=mask)
     assert type(mask).__name__ in ma.plan(call).explain()
-
-
-def test_the_answers_of_the_base_class() -> None:
-    shape = jax.ShapeDtypeStruct((1, 8192, 2, 64), "bfloat16")
-    chunks = {n: choose_chunks(ma.Call.of(shape, shape, mask=NEW[n]), None, None) for n in NEW}
-    assert chunks["diagonal"] == chunks["dilated"] == (SPARSE_CHUNK, SPARSE_CHUNK)
-    paged = choose_chunks(ma.Call.of(shape, shape, mask=Pages(1560, 5)), None, None)
-    assert paged == (780, 780)
-    for mask in NEW.values():
-        assert mask.divides_positions and mask.leaves_parts_empty
-        assert mask.band() is mask.most_keys() is mask.key_limit() is mask.segment_ids() is None
-        assert refuse_mask("cudnn", sort_terms(mask.bind(64, 64))) is not None
-
-
-def test_splash_takes_two_comparisons_for_one_interval() -> None:
-    codes = {name: type(encode(NEW[name].bind(64, 64), 64, 64, 0, 0).code) for name in NEW}
-    assert codes == {"diagonal": OneInterval, "dilated": Positions, "pages": Positions}
 
 
 @pytest.mark.parametrize("name", NEW)

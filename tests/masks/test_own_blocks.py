@@ -35,11 +35,9 @@ FOUND: dict[str, tuple[M.Mask, int, int, str]] = {
     "segments": (SEGMENTS, 48, 6, "Full()"),
     "two segments": (M.Segments.of_lengths((24, 24)), 48, 2, "Full()"),
     "segments of other keys": (M.Segments.of_lengths((8,) * 6, (3,) * 6), 18, 6, "Full()"),
-    "block window": (M.BlockSlidingWindow(16, 1), 48, 3, "Full()"),
     "frames": (M.VideoMask(12, 4, frames_per_block=2, window=1), 48, 6, "Full()"),
     "causal": (SEGMENTS & CAUSAL, 48, 6, "Causal(offset=0)"),
     "all but oneself and before": (SEGMENTS & ~CAUSAL, 48, 6, "~Causal(offset=0)"),
-    "window": (SEGMENTS & M.LocalWindow(2, 1), 48, 6, "LocalWindow(2, 1, offset=0)"),
     "shifted": (SEGMENTS & M.Causal(3), 48, 6, "Causal(offset=3)"),
     "blocks inside": (
         M.BlockSlidingWindow(24, 1) & M.BlockCausal(8), 48, 2, "BlockCausal(8, offset=0)",
@@ -52,7 +50,6 @@ FOUND: dict[str, tuple[M.Mask, int, int, str]] = {
 }  # fmt: skip
 NONE: dict[str, tuple[M.Mask, int]] = {
     "full": (M.Full(), 48),
-    "one segment": (M.Segments.of_lengths((48,)), 48),
     "causal": (CAUSAL, 48),
     "a shorter last block": (M.BlockSlidingWindow(20, 1), 48),
     "segments of two lengths": (M.Segments.of_lengths((8, 16, 8, 16)), 48),
@@ -64,7 +61,6 @@ NONE: dict[str, tuple[M.Mask, int]] = {
         M.VideoMask(12, 4, frames_per_block=2, window=1, first_frame_alone=True), 48,
     ),
     "shifted frames": (M.VideoMask(12, 4, frames_per_block=2, window=1, offset=4), 48),
-    "two blocks of frames": (M.VideoMask(12, 4, frames_per_block=2, window=2), 48),
     "blocks that others cut": (SEGMENTS & M.BlockCausal(12), 48),
     "keys that end": (SEGMENTS & M.KeyLimit(40), 48),
     "padding": (SEGMENTS & M.KeyPadding(np.array([40, 48])), 48),
@@ -99,31 +95,9 @@ def test_no_blocks(name: str) -> None:
     assert own_blocks(mask.bind(48, keys).form(), 48, keys) is None
 
 
-MANY = [*(m for m, *_ in FOUND.values()), *(m for m, _ in NONE.values() if not m.has_data)]
-
-
-@pytest.mark.parametrize("step", [1, 4, 8, 12, 16])
-def test_a_mask_that_repeats_is_the_same_further_on(step: int) -> None:
-    """For masks that do not depend on the sequence's end, pairs repeat with the period."""
-    seen = 0
-    for mask in (m for m in MANY if m.is_bound and m.repeats(step, step)):
-        seen += 1
-        pairs = table(mask, 64, 64)
-        np.testing.assert_array_equal(pairs[step:, step:], pairs[:-step, :-step], str(mask))
-    assert seen >= 2
-
-
 @pytest.mark.parametrize("kind", [TwoBlocks(8, 1, 0), Early(0)], ids=str)
 def test_a_derived_kind_has_no_answers_of_the_other(kind: M.Mask) -> None:
     """A subclass that overrides the pairs does not inherit band, jumps and most keys."""
     found = kind.band(), kind.most_keys(), kind.row_blocks(), kind.own_block(), kind.own_period()
     assert found == (None,) * 5 and not kind.repeats(8, 8)
     assert kind.simplified() is kind
-
-
-def test_a_derived_kind_that_sees_the_same_keeps_them() -> None:
-    @M.mask_type
-    class Named(M.Causal):
-        """Be causal under another name."""
-
-    assert Named(0).band() == CAUSAL.band() and Named(0).repeats(8, 8)

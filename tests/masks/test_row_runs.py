@@ -66,27 +66,6 @@ def test_runs_of_drawn_masks_count_as_rows_do(seed: int, monkeypatch: pytest.Mon
         _drawn(100 * seed + i, monkeypatch)
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_few_rows_are_visited(name: str) -> None:
-    mask = MASKS[name].bind(LONG, LONG)
-    visited = sum(runs.first.size for runs in row_runs.row_runs(mask, LONG, LONG))
-    assert visited < LONG / 20
-
-
-def test_a_mask_that_says_nothing_of_its_blocks_is_visited_row_by_row() -> None:
-    @M.mask_type
-    class Odd(M.PositionMask):
-        offset: int | None = None
-
-        def seen(self, pos, xp):
-            return ((pos // 7 * 3, pos),)
-
-    mask = Odd() & M.Causal()
-    assert mask.row_blocks() is None
-    runs = list(row_runs.row_runs(mask.bind(50, 50), 50, 50))
-    assert [r.first.tolist() for r in runs] == [list(range(50))]
-
-
 SLOW = pytest.mark.slow
 PLANNED = [
     *((name, None) for name in MASKS),

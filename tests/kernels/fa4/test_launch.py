@@ -70,17 +70,10 @@ def draw(rng: random.Random) -> tuple[ma.Call, M.Mask]:
     offset, kv_heads, batch = rng.randint(-t, s), rng.choice((1, 2, 4)), rng.choice((1, 2, 3))
     ids = M.Segments(*(np.zeros((batch, n), np.int32) for n in (t, s)))
     flags = M.KeyPadding(np.ones((batch, s), bool))
-    mask = rng.choice(
-        (
-            M.Full(),
-            ids,
-            flags,
-            M.Causal(offset=offset),
-            M.Causal(offset=offset) & ids,
-            M.LocalWindow(rng.randint(0, t), 9, offset=offset) & flags,
-            M.KeyPadding(np.full(batch, s // 2 + 1)),
-        )
-    ).bind(t, s)
+    causal, lengths = M.Causal(offset=offset), M.KeyPadding(np.full(batch, s // 2 + 1))
+    window = M.LocalWindow(rng.randint(0, t), 9, offset=offset)
+    masks = M.Full(), ids, flags, causal, causal & ids, window & flags, lengths
+    mask = rng.choice(masks).bind(t, s)
     heads, head_dim = kv_heads * rng.choice((1, 4)), rng.choice((40, 64, 72, 96, 128, 160, 256))
     return ma.Call(batch, t, s, heads, kv_heads, head_dim, "bfloat16", mask), mask
 
@@ -89,31 +82,22 @@ def test_a_plan_and_what_runs_have_one_problem() -> None:
     rng = random.Random(1)
     for _ in range(200):
         call, mask = draw(rng)
-        q: Any = jax.ShapeDtypeStruct(
-            (call.batch, call.q_len, call.heads, call.head_dim), "bfloat16"
+        sizes = (call.q_len, call.heads), (call.kv_len, call.kv_heads)
+        q, k = (
+            jax.ShapeDtypeStruct((call.batch, *size, call.head_dim), "bfloat16") for size in sizes
         )
-        k: Any = jax.ShapeDtypeStruct((call.batch, call.kv_len, call.kv_heads, q.shape[3]), q.dtype)
         assert of_call(call, 132) == of_inputs(Inputs(q, k, k, mask=mask), 132)  # pyright: ignore
 
 
-@pytest.mark.parametrize("kind", ["NVIDIA H20", "NVIDIA H100 PCIe", "NVIDIA H200"])
-def test_the_plan_counts_the_sms_of_its_target(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sms"), [("NVIDIA H20", 78), ("NVIDIA H100 PCIe", 114), ("NVIDIA H200", 132)]
+)
+def test_the_plan_counts_the_sms_of_its_target(kind: str, sms: int) -> None:
     target = ma.Target.named(kind, H200.packages)
     call, config = call_of("Wan cross"), ma.AttentionConfig(attention="flash")
-    line = backward_launch(of_call(call, target.device.sms)).line
+    line = backward_launch(of_call(call, sms)).line
     assert line in ma.plan(call, config, None, target).explain()
-    kernel = HopperFa4.build(call, config, target)
-    assert (
-        kernel.sms
-        == target.device.sms
-        == {"NVIDIA H20": 78, "NVIDIA H100 PCIe": 114}.get(kind, 132)
-    )
-
-
-def test_a_longer_call_is_not_estimated_to_be_faster() -> None:
-    for make in (forward_launch, backward_launch):
-        times = [make(of_call(ma.Call(1, n, n, 8, 8, 128, "bfloat16"), 132)) for n in (1000, 4000)]
-        assert times[0].microseconds < times[1].microseconds
+    assert HopperFa4.build(call, config, target).sms == target.device.sms == sms
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 72, 80, 96, 128, 160, 192, 224, 256])
@@ -146,14 +130,3 @@ def test_the_tile_with_the_smallest_estimate_was_measured_to_be_fast() -> None:
 def test_a_window_that_hides_nothing_is_dense() -> None:
     mask = M.LocalWindow(2000, 2000).bind(900, 900)
     assert of_call(ma.Call(1, 900, 900, 4, 4, 64, "bfloat16", mask), 132).kind == "dense"
-
-
-@pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
-@pytest.mark.parametrize(
-    "mask",
-    [M.Segments(IDS[:2, :37], IDS[:2, :37]), M.Causal(), M.KeyPadding(np.array([20, 37]))],
-)
-def test_a_padded_shard_has_a_plan(strategy: str, mask: M.Mask) -> None:
-    call = ma.Call(2, 37, 37, 4, 4, 64, "bfloat16", mask)
-    config = ma.AttentionConfig(attention="flash", context_parallel=strategy)  # pyright: ignore
-    assert "tiles" in ma.plan(call, config, {"context": 2}, H200).explain()

@@ -70,20 +70,16 @@ def time_of(steps: np.ndarray, running: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("rows", "lanes", "sms", "want"),
+    ("rows", "lanes", "merge", "want"),
     [
-        (256, 12, 132, (3, True)),  # 23.3 waves: the rows after the last full one
-        (4, 12, 132, (ALL, True)),  # less than a wave: all
-        (11, 12, 132, (0, False)),  # one full wave: nothing
+        (256, 12, 5.0, (3, True)),  # 23.3 waves: the rows after the last full one
+        (4, 12, 5.0, (ALL, True)),  # less than a wave: all
+        (11, 12, 5.0, (0, False)),  # one full wave: nothing
+        (4, 12, 1e6, (0, False)),  # a merge that costs more than it saves
     ],
 )
-def test_what_is_cut_ends_sooner(rows: int, lanes: int, sms: int, want: tuple) -> None:
+def test_what_is_cut_ends_sooner(rows: int, lanes: int, merge: float, want: tuple) -> None:
     steps = np.full(rows, 400)
-    end, found = best_cut(steps, lanes, sms, time_of, lambda rows, splits: 5.0, 32, tails=True)
+    end, found = best_cut(steps, lanes, 132, time_of, lambda rows, splits: merge, 32, tails=True)
     assert (found.tail, found.splits > 1) == want
-    assert end <= end_of(time_of(steps, 0), lanes, sms)
-
-
-def test_a_merge_that_costs_more_than_it_saves_is_not_made() -> None:
-    _, found = best_cut(np.full(4, 40), 12, 132, time_of, lambda rows, splits: 1e6, 32, tails=True)
-    assert found.splits == 1
+    assert end <= end_of(time_of(steps, 0), lanes, 132)
