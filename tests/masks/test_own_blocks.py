@@ -49,7 +49,6 @@ FOUND: dict[str, tuple[M.Mask, int, int, str]] = {
     ),
 }  # fmt: skip
 NONE: dict[str, tuple[M.Mask, int]] = {
-    "full": (M.Full(), 48),
     "causal": (CAUSAL, 48),
     "a shorter last block": (M.BlockSlidingWindow(20, 1), 48),
     "segments of two lengths": (M.Segments.of_lengths((8, 16, 8, 16)), 48),
