@@ -20,6 +20,8 @@ from tests.waiting import but
 
 RUN, LOADED = ("python", "sh"), ("yaml",)
 SHOWN = ("text", "{eval-rst}")
+# The tests of these models' modules are beside the modules.
+RUN_MODELS = ("streaming", "models", "modules", "maxdiffusion", "sampling", "scan")
 WIDTH, README_LINES = 100, 120
 PAGE = re.compile(r"\bdocs/[\w/-]+\.(?:md|txt|json|png)\b")
 # Files of which pages speak that somebody else has.
@@ -105,11 +107,7 @@ def root_of_pages(tmp_path, monkeypatch):
 
 def is_quick(page):
     """Check whether a page is fast enough for `make test`: no notebook, and no models."""
-    return "notebooks" not in str(page) and Path(page).stem not in (
-        "streaming",
-        "models",
-        "modules",
-    )
+    return "notebooks" not in str(page) and Path(page).stem not in RUN_MODELS
 
 
 @pytest.mark.usefixtures("root_of_pages")
