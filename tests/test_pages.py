@@ -169,7 +169,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", [*pages(), "CONTRIBUTING.md", *READMES])
 def test_files_that_are_named_are_there(page):
     names = FOLDER if page in (*READMES, "docs/architecture.md") else FILE
-    roots = ROOT, ROOT / "maxattn", (ROOT / page).parent
+    roots = ROOT, ROOT / "maxattn", ROOT / "examples/maxattn_examples", (ROOT / page).parent
     for name in names.findall("\n".join(line for _, line in lines_outside_of_fences(page))):
         there = any((root / name).exists() for root in roots)
         assert there or name in MADE, f"{page}: there is no {name}"
