@@ -165,7 +165,7 @@ def _remedy_for_key(model: Model, path: Path) -> str:
     section, word = _owner(model, path[:-1]), str(path[-1])
     if ":" in word:
         return f"put a space after the colon: '{word.replace(':', ': ', 1)}'"
-    guess = did_you_mean(word, section.model_fields)
+    guess = getattr(section, "former", {}).get(word) or did_you_mean(word, section.model_fields)
     if guess or section is not model:
         return guess or f"remove it; the keys of this section are {', '.join(section.model_fields)}"
     inner = {key: f"{name}.{key}" for name in model.model_fields for key in keys_of(model, name)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -47,6 +47,9 @@ class Section(BaseModel):
 
     # The flag makes pydantic validate inner sections in place, so one error has all problems.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    former: ClassVar[Mapping[str, str]] = {}
+    """Keys that earlier versions had, and the remedy that an error gives for each."""
 
     @classmethod
     def contradictions(cls, values: Mapping[str, Any]) -> Iterable[ConfigError]:

@@ -79,7 +79,7 @@ def blocks(
     Args:
         layers: modules or functions in a list or `nnx.List`; one module whose variables have a
             leading axis of layers, as `nnx.vmap` makes; or `Layers`.
-        x: array or tree of arrays that the first layer takes.
+        x: array or tree of arrays that the first layer takes. The first array decides, if steps do.
         beside: further arguments of every layer.
         each: what each layer has of its own, such as keys and values of a text: a sequence, or a
             tree of arrays with a leading axis for stacked layers. It is the last argument.
@@ -147,6 +147,10 @@ def run_layers(
         The result of the last layer.
     """
     count, hooked = count_layers(layers), _HOOK.get() is not None
+    parts = jax.tree.leaves(each) if each is None or are_stacked(layers) else [each]
+    if {*map(len, parts)} - {count}:
+        rule = f"it has a part for each of {count} layers"
+        raise InputError("each", f"{max(map(len, parts))} parts", rule, f"give {count}")
     span = range(count) if span is None else span
     if not are_stacked(layers):
         for number in span:

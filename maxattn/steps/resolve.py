@@ -25,8 +25,8 @@ def resolve(
 ) -> Steps:
     """Decide what each step of a run computes.
 
-    A step computes whatever its letter says if nothing was kept that it needs: the first step of a
-    model, and the first one of a prediction that the step before did not have.
+    A step computes whatever its letter says if it is the first of its model, or if one of its
+    predictions is new or skips other layers than in the step before.
 
     Args:
         settings: of the run; or one for each model of a pipeline of several.
@@ -53,14 +53,14 @@ def resolve(
         if whole(number, least) is None:
             rule = f"it is a whole number from {least}"
             raise ConfigError(name, brief(number), rule, "give such a number")
-    guides = [guided] * len(counts) if isinstance(guided, bool) else list(guided)
-    every = tuple(g for n, g in zip(counts, guides, strict=True) for _ in range(n))
     alike = not isinstance(settings, tuple | list)
     each: list[Any] = [settings] * len(counts) if alike else [*settings]
-    if len(each) != len(counts):
-        rule = f"the run has {len(counts)} models"
-        remedy = "give one for each, or one for all"
-        raise ConfigError(setting, f"{len(each)} settings", rule, remedy)
+    guides: list[Any] = [*guided] if isinstance(guided, Sequence) else [guided] * len(counts)
+    for name, values, kind in ((setting, each, StepSettings | None), ("guided", guides, object)):
+        if len(values) != len(counts) or not all(isinstance(x, kind) for x in values):
+            rule = f"it is one value (of settings, StepSettings) for each of {len(counts)} models"
+            raise ConfigError(name, brief(values), rule, "give one for each, or one for all")
+    every = tuple(bool(g) for n, g in zip(counts, guides, strict=True) for _ in range(n))
     places = [setting] + [setting if alike else f"{setting}_{m + 1}" for m in range(1, len(each))]
 
     def made(each: Sequence[Settings]) -> Steps:
@@ -114,11 +114,11 @@ def _steps_of(own: StepSettings, letters: str, kinds: Sequence[Step]) -> Iterato
     order, span = (0, None) if cache is None else (cache.order, cache.layers)
     decides = None if cache is None or DECIDE not in letters else cache.first_block
     computed: list[int] = []
-    names: set[str] = set()
+    names: set[tuple[str, bool]] = set()
     for i, (letter, step) in enumerate(zip(letters, kinds, strict=True)):
-        if set(step.predictions) - names:
-            computed = []
-        names, later = set(step.predictions), {*letters[i + 1 :]} - {COMPUTE}
+        own_names = {(name, bool(step.skipped_in(name))) for name in step.predictions}
+        computed = [] if own_names - names else computed
+        names, later = own_names, {*letters[i + 1 :]} - {COMPUTE}
         if not names:
             yield step
         elif decides is not None and (later or letter != COMPUTE):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float
 
 from maxattn.errors import InputError
@@ -78,7 +79,8 @@ def forward(
             devices of a mesh; default all.
 
     Raises:
-        InputError: the model calls no `ma.blocks`, or the step reuses and nothing was kept.
+        InputError: the model calls `ma.blocks` nowhere, or only inside a jit or remat of its own;
+            or the step reuses, and nothing was kept for x of its shape.
 
     >>> steps = ma.steps.resolve(ma.steps.StepSettings(cache={"schedule": "X."}), 2, layers=3)
     >>> layers = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(3)])
@@ -98,7 +100,8 @@ def forward(
     if not hook.sites:
         rule = "a step needs the layers of a model, and this one ran none by ma.blocks,"
         rule += " or inside a jit of its own"
-        raise InputError("model", getattr(model, "__name__", type(model).__name__), rule, REMEDY)
+        remedy = "run its layers as x = ma.blocks(self.layers, x, *beside)"
+        raise InputError("model", getattr(model, "__name__", type(model).__name__), rule, remedy)
     if step.model_layers not in (0, hook.layers):
         rule = f"the steps are of a model of {step.model_layers} layers, and it ran {hook.layers}"
         remedy = f"resolve them with layers={hook.layers}"
@@ -106,9 +109,6 @@ def forward(
     if step.layers == "reuse":
         return out, kept
     return out, {name: hook.added} if step.keeps else {}
-
-
-REMEDY = "run its layers as x = ma.blocks(self.layers, x, *beside)"
 
 
 def guided(
@@ -198,16 +198,26 @@ class _Hook:
     """Replaces each call of `blocks` in one call of a model."""
 
     def __init__(self, step: Step, name: str, before: Added | None, rows: Any) -> None:
-        self.step, self.name, self.before, self.rows = step, name, before, rows
+        self.step, self.name, self.before, self.rows = step, name, before or Added(), rows
         self.added = Added()
         self.sites = self.layers = 0  # calls of `blocks` so far, and their layers
+        self.trace = get_opaque_trace_state(convention="maxattn")
 
     def __call__(self, layers: Layers, x: Any) -> Any:
         """Run the layers before the span, compute the span or reuse its sum, run those after it."""
+        if get_opaque_trace_state(convention="maxattn") != self.trace:
+            return layers.all(x)  # a jit or remat of the model's own: sums could not leave it
         step, site, offset = self.step, self.sites, self.layers
         self.sites, self.layers = site + 1, offset + layers.count
         layers = layers._replace(run=partial(self._run, layers, offset))
-        sums = () if self.before is None else self.before.sums[site]
+        sums = (*self.before.sums[site : site + 1], ())[0]
+        if step.layers != "compute":
+            theirs, own = ([*map(jnp.shape, jax.tree.leaves(tree))] for tree in (sums[:1], x))
+            too_few = len(sums) < max(len(step.weights), step.keeps)
+            other = bool(step.blocks) != (self.before.decision is not None)
+            if too_few or other or (layers.add and theirs != own):
+                rule = "the step reuses, and by these steps nothing was kept for x of this shape"
+                raise InputError("kept", self.name, rule, "pass on what the step before returned")
         first, last = self._span(layers.count, site, offset)
         head = layers.run(x, range(first))
         if step.blocks and site == 0:
@@ -217,14 +227,16 @@ class _Hook:
             y = layers.run(head, range(first, last))
             if not step.keeps:
                 return y, ()
-            new = jax.tree.map(jnp.subtract, y, head) if layers.add else y
-            # Both branches of a decision keep as many sums.
-            older = sums or (new,) * bool(step.blocks)
+            # In the dtype of y, as a step that reuses returns it.
+            new = jax.tree.map(lambda y, x: (y - x).astype(y.dtype), y, head) if layers.add else y
+            # Both branches of a decision keep as many sums. The second one has no weight.
+            older = sums or (jax.tree.map(jnp.zeros_like, new),) * bool(step.blocks)
             return y, (new, *older)[: step.keeps]
 
         def reuse() -> tuple[Any, tuple[Sum, ...]]:
-            total = self._total(sums)
-            return jax.tree.map(jnp.add, head, total) if layers.add else total, sums
+            y = self._total(sums)
+            y = jax.tree.map(lambda x, s: (x + s).astype(s.dtype), head, y) if layers.add else y
+            return y, sums
 
         if self.added.computed is not None:
             y, kept = jax.lax.cond(self.added.computed, compute, reuse)
@@ -251,19 +263,17 @@ class _Hook:
         """Run the layers of a span, without those that are skipped."""
         skipped = (n - offset for n in self.step.skipped_in(self.name))
         start = span.start
-        for stop in (*(n for n in skipped if n in span), span.stop):
-            x = layers.run(x, range(start, stop)) if stop > start else x
-            start = stop + 1
+        with around(Layers.all):  # a layer's own calls of `blocks` are a part of it
+            for stop in (*(n for n in skipped if n in span), span.stop):
+                x = layers.run(x, range(start, stop)) if stop > start else x
+                start = stop + 1
         return x
 
     def _total(self, sums: tuple[Sum, ...]) -> Sum:
         """Return the sum to add: the last one, or an extrapolation of two."""
-        if not sums:
-            rule = "the step reuses what layers added in an earlier step, and nothing was kept"
-            raise InputError("kept", self.name, rule, "pass on what the step before returned")
-        weights = self.step.weights if self.added.decision is None else self._line()
-        if len(weights) == 1:
+        if 1 in (len(sums), len(self.step.weights)):
             return sums[0]
+        weights = self.step.weights or self._line()
 
         def line(last: Array, older: Array) -> Array:
             newest, oldest = (x.astype(jnp.float32) for x in (last, older))
@@ -272,30 +282,27 @@ class _Hook:
         return jax.tree.map(line, *sums[:2])
 
     def _line(self) -> tuple[Any, ...]:
-        """Return weights that extrapolate the last two sums to this step, or 1 for a single sum."""
-        assert self.before is not None and self.before.decision is not None, "a step began"
-        numbers = self.before.decision.numbers.astype(jnp.float32)
-        if len(numbers) == 1:
-            return (1.0,)
-        last, older = numbers
+        """Return weights that extrapolate the last two sums to this step."""
+        assert self.before.decision is not None, "a step that decides has one"
+        last, older = self.before.decision.numbers.astype(jnp.float32)
         share = jnp.where(older < 0, 0.0, (self.step.number - last) / (last - older))
         return 1 + share, -share
 
     def _decide(self, first: Array) -> None:
         """Decide from the first layers' sum whether the step computes, and save the decision."""
-        step, before = self.step, self.before and self.before.decision
-        older = jnp.full(step.keeps - 1, -1, jnp.int32) if before is None else before.numbers[:-1]
-        numbers = jnp.concatenate([jnp.int32(step.number)[None], older])
+        step, before = self.step, self.before.decision
+        if step.layers == "compute":
+            before = Decision(first, jnp.full(step.keeps, -1, jnp.int32), jnp.int32(0))
+        assert before is not None, "a step that decides has one"
+        numbers = jnp.concatenate([jnp.int32(step.number)[None], before.numbers[:-1]])
         anew = Decision(first, numbers, jnp.int32(0))
-        if step.layers == "compute" or before is None:
-            self.added = Added((), anew)
-            return
         mean = partial(_mean, self.rows, 2 if self.name == BOTH else 1)
         change = mean(first - before.first) / mean(before.first)
-        reuse = (change < step.threshold) & (before.row < step.most)
+        # An infinite threshold reuses, also if the first layers added nothing.
+        reuse = ((change < step.threshold) | jnp.isinf(step.threshold)) & (before.row < step.most)
         again = before._replace(row=before.row + 1)
         decision = jax.tree.map(partial(jnp.where, reuse), again, anew)
-        self.added = Added((), decision, ~reuse)
+        self.added = Added((), decision, ~reuse if step.layers == "decide" else None)
 
 
 def _mean(rows: Any, calls: int, x: Array) -> Float[Array, ""]:
@@ -311,7 +318,6 @@ def _kept_of(kept: Kept, name: str) -> Added | None:
         return kept.get(name)
     both, row = kept[BOTH], int(name != WITHOUT)
     sums = jax.tree.map(lambda x: jnp.split(x, 2)[row], both.sums)
-    if both.decision is None:
-        return both._replace(sums=sums)
-    first = jnp.split(both.decision.first, 2)[row]
-    return both._replace(sums=sums, decision=both.decision._replace(first=first))
+    own = both.decision
+    decision = own and own._replace(first=jnp.split(own.first, 2)[row])
+    return both._replace(sums=sums, decision=decision)

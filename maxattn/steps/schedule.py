@@ -70,7 +70,8 @@ def _between(first: int, last: int, letters: str, n: int) -> str:
 
 def _curve(how: MagCacheSettings, steps: int, setting: str) -> Float[np.ndarray, "n 2"]:
     """Return the ratios of each step, with the text and without."""
-    assert isinstance(how.ratios, tuple), "a program that takes files reads them before"
+    if isinstance(how.ratios, str):
+        raise ConfigError(setting, how.ratios, "it names a file", "read it, and give its numbers")
     curve = np.array([x if isinstance(x, tuple) else (x, x) for x in how.ratios], np.float64)
     if len(curve) != steps and not how.interpolate:
         rule = f"it is a curve of {len(curve)} steps, and the run has {steps}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Len, Lt
 
@@ -26,7 +26,18 @@ def _unordered(key: str, values: Mapping[str, Any]) -> Iterable[ConfigError]:
         yield ConfigError(key, list(span), rule, "write the smaller number first")
 
 
-class ShapeSettings(Section):
+class _StepSection(Section):
+    former: ClassVar[Mapping[str, str]] = {
+        "kernels": "write attention: [{steps: [0, 10], overrides: [attention=cudnn]}]",
+        "measured": "remove it; examples/compare.py measures the drift of these settings",
+        "after": "remove it; from guidance.stop on steps predict with the text alone",
+        "teacache": "set cache.shape or cache.magcache instead",
+        "easycache": "set cache.first_block instead",
+        "calibrated": "set threshold, and for magcache ratios to the curve's file",
+    }
+
+
+class ShapeSettings(_StepSection):
     """A schedule for any number of steps: the first steps compute, then letters repeat."""
 
     first: Share = 0.2
@@ -44,7 +55,7 @@ class ShapeSettings(Section):
             yield ConfigError("then", repr(values["then"]), rule, "write letters such as ..X")
 
 
-class MagCacheSettings(Section):
+class MagCacheSettings(_StepSection):
     """A schedule computed from a curve that was measured on these weights (MagCache)."""
 
     ratios: str | Annotated[tuple[Ratio | tuple[Ratio, Ratio], ...], Len(1)]
@@ -60,7 +71,7 @@ class MagCacheSettings(Section):
     """Whether a curve of another number of steps is read at its nearest steps."""
 
 
-class FirstBlockSettings(Section):
+class FirstBlockSettings(_StepSection):
     """Each step runs its first layers, and reuses the rest if their sum changed little."""
 
     threshold: NotNegative = 0.05
@@ -78,7 +89,7 @@ class FirstBlockSettings(Section):
 KINDS = ("schedule", "interval", "shape", "magcache", "first_block")
 
 
-class CacheSettings(Section):
+class CacheSettings(_StepSection):
     """Which steps reuse the layers' sums of an earlier step (approximate)."""
 
     schedule: str | None = None
@@ -122,7 +133,7 @@ class CacheSettings(Section):
             yield ConfigError("layers", list(values["layers"]), rule, "set first_block.blocks")
 
 
-class SkipSettings(Section):
+class SkipSettings(_StepSection):
     """Layers that one prediction skips, to guide samples away from that prediction."""
 
     layers: Annotated[tuple[Whole, ...], Len(1)]
@@ -137,7 +148,7 @@ class SkipSettings(Section):
     """Share of the steps: from it on no layer is skipped."""
 
 
-class GuidanceSettings(Section):
+class GuidanceSettings(_StepSection):
     """Which steps are guided, and how their predictions are mixed."""
 
     start: Fraction = 0.0
@@ -154,7 +165,7 @@ class GuidanceSettings(Section):
     """Layers that one of the predictions skips."""
 
 
-class AttentionSettings(Section):
+class AttentionSettings(_StepSection):
     """The attention of some steps: settings that replace those of the modules' own config."""
 
     steps: tuple[Whole, Count]
@@ -174,7 +185,7 @@ class AttentionSettings(Section):
                 yield ConfigError("overrides", value, each.rule, each.remedy)
 
 
-class StepSettings(Section):
+class StepSettings(_StepSection):
     """Settings that reduce the forwards of sampling; each is an approximation."""
 
     cache: CacheSettings | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -158,15 +157,9 @@ class Steps(Sequence[Step]):
             size: bytes of an array, or its shape; default those of all of it.
         """
         kept: Any = {}
-        most, known = 0, {}
+        most, traced = 0, jax.jit(run)  # which traces steps that differ in numbers alone once
         for step in self.steps:
-            kept = step_needs(step, kept)
-            # Numbers of a step change no shape.
-            kind = replace(step, threshold=0.0, most=1, number=0)
-            key = kind, jax.tree.structure(kept), *map(str, jax.tree.leaves(kept))
-            if key not in known:
-                known[key] = jax.eval_shape(partial(run, step), kept, *args)
-            kept = known[key]
+            kept = traced.eval_shape(step, step_needs(step, kept), *args)
             most = max(most, sum(map(size, jax.tree.leaves(kept))))
         return most
 
@@ -226,7 +219,8 @@ def _table(steps: Steps, seconds: float | None, kept_bytes: int) -> Iterator[str
     line = f"approximate: {at_most}{computed:.4g} of {whole} forwards are computed"
     line += f", {computed / whole:.0%}"
     line += f", {computed * seconds:.3g} of {whole * seconds:.3g} s" if seconds else ""
-    yield line + (f"; {_size(kept_bytes)} kept between steps" if kept_bytes else "")
+    line += f"; {kept_bytes / 2**20:.4g} MiB kept between steps" if kept_bytes else ""
+    yield line
     if set(steps.letters) != {COMPUTE}:
         yield f"schedule {steps.letters}"
 
@@ -269,10 +263,3 @@ def _predictions(step: Step) -> str:
 
 def _attention(step: Step) -> str:
     return ", ".join(f"{key}={value}" for key, value in step.attention) or "as configured"
-
-
-def _size(count: int) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if count >= unit / 10:
-            return f"{count / unit:.2f} {name}"
-    return f"{count / 2**10:.2f} KiB"

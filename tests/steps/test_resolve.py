@@ -46,6 +46,9 @@ def test_each_model_and_each_new_prediction_computes_its_first_step():
     assert resolved((4, 4), cache={"schedule": "X.X....."}).letters == "X.X.X..."
     late = resolved(8, cache={"schedule": "X......."}, guidance={"start": 0.5})
     assert late.letters == "X...X..." and late.forwards == 1 + 2
+    skip = {"layers": [1], "prediction": "negative", "start": 0.1, "stop": 0.5}
+    skips = resolved(8, cache={"schedule": "X......."}, guidance={"skip": skip})
+    assert skips.letters == "XX..X...", "the negative prediction skips, and then no more"
     zeros = resolved(8, cache={"schedule": "X......."}, guidance={"zero_steps": 2})
     assert zeros.letters == "XXX....." and zeros.forwards == 2
 
@@ -85,6 +88,12 @@ REFUSED = {
     "zeros": ({"guidance": {"zero_steps": 6}}, "called in at least one of the 6 steps"),
     "layers": ({"guidance": {"skip": {"layers": [4]}}}, "the model has layers 0 to 3"),
     "name": ({"attention": [{"steps": [0, 2], "overrides": ["attention=flsh"]}]}, "flsh"),
+    "guided": ({"guided": [True, False]}, "for each of 1 models"),
+    "file": ({"cache": {"magcache": {"ratios": "curve.yml"}}}, "names a file"),
+    # Keys of earlier versions.
+    "teacache": ({"cache": {"teacache": {}}}, "set cache.shape or cache.magcache instead"),
+    "after": ({"guidance": {"after": "reuse"}}, "from guidance.stop on"),
+    "kernels": ({"kernels": []}, "write attention: [{steps:"),
     "end": ({"attention": [{"steps": [0, 9], "overrides": ["attention=flash"]}]}, "0 to 5"),
     # What no step has.
     "order": ({"cache": {"order": 1}}, "it changes no step of the run"),
@@ -101,6 +110,11 @@ def test_what_does_not_fit_is_refused_before_anything_runs(name):
     with pytest.raises((ConfigError, ConfigErrors)) as error:
         resolved(**settings)
     assert says in str(error.value)
+
+
+def test_settings_that_are_no_settings_are_refused():
+    with pytest.raises(ConfigError, match="StepSettings"):
+        ma.steps.resolve({"cache": {"interval": 2}}, 4, LAYERS)
 
 
 @pytest.mark.parametrize("key", ["zero_star", "rescale", "start", "stop"])

@@ -353,6 +353,39 @@ def test_an_audit_names_calls_of_functions_by_their_layer(kind, names):
     assert [layer.name for layer in found.layers] == names
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap])
+def test_layers_inside_a_transformation_of_the_model_s_own_are_refused(wrap):
+    model, x = wrap(lambda x: ma.blocks([jnp.sin], x)), jnp.ones(2)
+    step = ma.steps.resolve(StepSettings(cache={"schedule": "X."}), 2, 1)[0]
+    with pytest.raises(InputError, match="inside a jit of its own"):
+        ma.steps.forward(step, {}, model, x)
+    assert (model(x) == jnp.sin(x)).all(), "and no later call has the step"
+
+
+def test_layers_that_run_blocks_are_layers():
+    inner = lambda x: ma.blocks([jnp.sin, jnp.cos], x)  # noqa: E731
+    found = []
+    for layer in (inner, lambda x: jnp.cos(jnp.sin(x))):
+        kept = {}
+        for step in ma.steps.resolve(StepSettings(cache={"first_block": {}}), 4, 2):
+            x = jnp.full(2, 1 + 0.01 * step.number)
+            y, kept = ma.steps.forward(step, kept, lambda x: ma.blocks([layer] * 2, x), x)  # noqa: B023
+        found.append(y)
+    assert (found[0] == found[1]).all() and not kept["with"].computed
+
+
+def test_letters_count_if_first_layers_add_nothing_and_dtypes_are_those_of_layers():
+    layers = [lambda x: x, lambda x: (x + 1).astype(jnp.bfloat16)]
+    settings = StepSettings(cache={"schedule": "X.?X", "order": 1, "first_block": {}})
+    steps, kept, found = ma.steps.resolve(settings, 4, 2), {}, []
+    one = jax.jit(ma.steps.forward, static_argnums=2, donate_argnums=1)
+    for step in steps[:3]:  # a donated buffer must not be there twice
+        forward = one if step.number else ma.steps.forward
+        y, kept = forward(step, kept, lambda x: ma.blocks(layers, x), jnp.ones(2))
+        found.append((y.dtype, kept["with"].computed))
+    assert found == [(jnp.bfloat16, c) for c in (None, False, True)]
+
+
 def test_a_model_without_blocks_and_a_step_without_sums_are_refused():
     steps = resolved(3, cache={"schedule": "X.X"})
     with pytest.raises(InputError, match=r"ran none by ma.blocks"):
@@ -361,6 +394,20 @@ def test_a_model_without_blocks_and_a_step_without_sums_are_refused():
         ma.steps.forward(steps[1], {}, Model("list"), jnp.ones((ROWS, WIDTH)), jnp.ones(ROWS), TEXT)
     with pytest.raises(InputError, match="at least one layer"):
         ma.blocks([], jnp.ones(2))
+    with pytest.raises(InputError, match="for each of 2 layers"):
+        ma.blocks([jnp.add] * 2, jnp.ones(2), each=jnp.ones(3))
+
+
+@pytest.mark.parametrize("cache", [{"interval": 2}, {"first_block": {}}])
+@pytest.mark.parametrize("other", ["rows", "nothing", "steps"])
+def test_what_other_steps_kept_is_refused(cache, other):
+    model = lambda x: ma.blocks([jnp.sin, jnp.cos], x)  # noqa: E731
+    steps = ma.steps.resolve(StepSettings(cache=cache), 4, 2)
+    theirs = {"first_block": {}} if "interval" in cache else {"interval": 2}
+    first = ma.steps.resolve(StepSettings(cache=theirs), 4, 2)[0] if other == "steps" else steps[0]
+    _, kept = ma.steps.forward(first, {}, model, jnp.ones((1 + (other != "rows"), 3)))
+    with pytest.raises(InputError, match="nothing was kept"):
+        ma.steps.forward(steps[1], {} if other == "nothing" else kept, model, jnp.ones((2, 3)))
 
 
 def test_steps_of_another_model_are_refused_while_it_is_traced():

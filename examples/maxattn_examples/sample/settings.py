@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from annotated_types import Ge
-from pydantic import model_validator
 
 from maxattn.config import ConfigErrors, Section
 from maxattn.errors import ConfigError
@@ -23,16 +22,6 @@ from .distilled import Distilled, list_errors, unmoved_errors
 
 PRESETS = Path(__file__).with_name("presets.yml")
 CURVE = "sampling.fast.cache.magcache.ratios"
-# Removed keys, and their replacements.
-OLD = {
-    "kernels": "write attention: [{steps: [0, 10], overrides: [attention=cudnn]}]",
-    "measured": "remove it; examples/compare.py measures the drift of these settings",
-    "guidance.after": "remove it; from stop on steps predict with the text alone",
-    "cache.teacache": "set cache.shape or cache.magcache instead",
-    "cache.easycache": "set cache.first_block instead",
-    "cache.magcache.calibrated": "set ratios to the curve's file, and threshold",
-    "cache.first_block.calibrated": "set threshold",
-}
 
 
 class FastSettings(StepSettings):
@@ -40,21 +29,6 @@ class FastSettings(StepSettings):
 
     preset: Literal["gentle", "balanced", "fast"] | None = None
     """Settings of sample/presets.yml for the model's family, which other keys replace."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_keys(cls, data: Any) -> Any:
-        found = []
-        for path, remedy in OLD.items():
-            *above, key = path.split(".")
-            inner = data
-            for name in above:
-                inner = inner.get(name) if isinstance(inner, Mapping) else None
-            if isinstance(inner, Mapping) and key in inner:
-                found.append(ConfigError(path, inner[key], "maxattn 0.4 has no such key", remedy))
-        if found:
-            raise ConfigErrors(found)
-        return data
 
 
 def settled(fast: FastSettings, family: str) -> FastSettings:

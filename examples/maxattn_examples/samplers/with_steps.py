@@ -86,9 +86,9 @@ def _kinds(steps: Steps, batched: bool) -> Iterator[tuple[Any, bool]]:
     """Yield each step's structure, and whether its sums are of both predictions."""
     takes_both = False
     for step in steps:
-        if step.layers == "compute" and step.keeps:
-            takes_both = batched and step.guidance == "two" and not step.skipped_in(WITHOUT)
         yield jax.tree.structure(step), takes_both
+        if step.layers != "reuse" and step.keeps:
+            takes_both = batched and step.guidance == "two" and not step.skipped_in(WITHOUT)
 
 
 def check_steps(steps: Steps | None, count: int, scale: Any) -> None:

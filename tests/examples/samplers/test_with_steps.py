@@ -43,6 +43,14 @@ CASES: dict[str, dict[str, Any]] = {
     "range": {"cache": {"interval": 2, "layers": (1, 3)}, "guidance": {"stop": 0.7}},
     "decides": {"cache": {"first_block": {"threshold": 0.2, "first": 2}, "order": 1}},
     "mix": {"guidance": {"zero_star": True, "zero_steps": 1, "rescale": 0.5, "start": 0.2}},
+    "stops": {
+        "cache": {"schedule": "XX.XX.X.X.", "order": 1},
+        "guidance": {"start": 0.2, "stop": 0.5},
+    },
+    "negative": {
+        "cache": {"first_block": {"threshold": 0.9}, "order": 1},
+        "guidance": {"skip": {"layers": [1], "prediction": "negative", "start": 0.2, "stop": 0.5}},
+    },
     "skips": {"cache": {"shape": {}}, "guidance": {"skip": {"layers": [1], "stop": 0.6}}},
 }
 
