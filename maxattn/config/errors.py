@@ -254,7 +254,6 @@ def _as_float(value: Any) -> str:
     return f"write {float(value)}" + ("" if "e" in value.lower() else ", without quotes")
 
 
-
 _MAPPING = (
     "a mapping of keys to values",
     lambda value: "write its keys indented below it, or as {key: value}",
