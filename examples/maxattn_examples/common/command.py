@@ -36,7 +36,7 @@ def parser_of(description: str | None, family: Family = "wan") -> argparse.Argum
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     add = parser.add_argument
     add("config", help=f"a YAML file, such as {CONFIGS[family]}")
-    told = "steps=20, attention=dot_product, model.dtype=float32"
+    told = "num_inference_steps=20, attention=dot_product, model.dtype=float32"
     add("overrides", nargs="*", default=[], metavar="key=value", help=told)
     told = "weights in diffusers' format: model.folder=FOLDER"
     add("--model", metavar="FOLDER", help=told)

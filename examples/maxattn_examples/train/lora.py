@@ -92,8 +92,7 @@ def to_diffusers(model: nnx.Module, prefix: str = "") -> dict[str, np.ndarray]:
     """Return the changes as `<layer>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank].
 
     lora_B includes the factor alpha / rank: readers without alpha assume it equals the rank, and
-    get
-    the same change. Layers that are one tensor in diffusers are concatenated.
+    get the same change. Layers that are one tensor in diffusers are concatenated.
 
     Args:
         prefix: of every name, such as "transformer.".
