@@ -53,11 +53,6 @@ def adjust(
     return sizes, tuple(changes)
 
 
-def is_legal(sizes: BlockSizes, facts: Facts) -> bool:
-    """Check whether block sizes satisfy every rule."""
-    return _first_mend(sizes, facts) is None
-
-
 def _first_mend(sizes: BlockSizes, facts: Facts) -> tuple[dict[str, Any], str] | None:
     for rule in RULES:
         if rule.applies(facts) and (values := rule.mend(sizes, facts)):

@@ -23,14 +23,12 @@ def padding(length: int, block: int) -> Padding:
     return Padding(padded, (padded - length) / length)
 
 
-def nearest_with_less_padding(
-    length: int, block: int, step: int = LANES, most: int | None = None, count: int = 3
-) -> tuple[int, ...]:
-    """Find up to `count` multiples of `step` up to `most` that pad less, nearest first."""
+def nearest_with_less_padding(length: int, block: int, step: int = LANES) -> tuple[int, ...]:
+    """Find up to three multiples of `step` up to twice a block that pad less, nearest first."""
     now = padding(length, block).padded
-    last = min(most or max(2 * block, step), round_up(length, step))
+    last = min(max(2 * block, step), round_up(length, step))
     better = [n for n in range(step, last + 1, step) if padding(length, n).padded < now]
-    return tuple(sorted(better, key=lambda size: (abs(size - block), size))[:count])
+    return tuple(sorted(better, key=lambda size: (abs(size - block), size))[:3])
 
 
 def padding_text(length: int, block: int, step: int = LANES) -> str:

@@ -119,12 +119,6 @@ def windows(part: Part, facts: Facts, looped: bool) -> tuple[int, int]:
     return query, 4 * twice + 2 * ROW + 2 * kept  # k, v, dk, dv; ids; accumulators
 
 
-def vmem_bytes(part: Part, tiles: tuple[int, int, int], facts: Facts, family: Family) -> float:
-    """Bound the bytes of VMEM that a kernel takes with tiles (q, kv, kv_compute)."""
-    query, key = _linear(part, tiles[1], tiles[2], facts, family)
-    return tiles[0] * query + tiles[1] * key
-
-
 def fits(part: Part, tiles: tuple[int, int, int], facts: Facts) -> bool:
     """Check whether tiles fit the chip: by the formula, or because `PROVEN` has them."""
     return facts.chip is None or tiles[0] <= longest_q(part, tiles[1], tiles[2], facts)

@@ -42,9 +42,6 @@ class Full(Mask):
     def row_blocks(self) -> tuple[RowBlocks, ...]:
         return ()
 
-    def at(self, spots: Spots) -> Any:
-        return spots.xp.ones((1, 1, 1, 1), dtype=bool)
-
 
 @mask_type
 class Empty(Mask):
@@ -60,9 +57,6 @@ class Empty(Mask):
 
     def row_blocks(self) -> tuple[RowBlocks, ...]:
         return ()
-
-    def at(self, spots: Spots) -> Any:
-        return spots.xp.zeros((1, 1, 1, 1), dtype=bool)
 
 
 class _Joined(Mask):

@@ -87,7 +87,14 @@ class Mask(ForKernels):
 
     def at(self, spots: Spots) -> Any:
         """Evaluate the mask at spots: bool, broadcastable to [B, N, q_idx, kv_idx]."""
-        raise NotImplementedError(type(self).__name__)
+        out = spots.xp.zeros((1, 1, 1, 1), dtype=bool)
+        keys = spots.kv_pos[None, None, None, :]  # against [1, 1, t, 1]
+        for lo, hi in self.spans(spots.q_pos, spots.xp, True):
+            inside = spots.xp.ones((1, 1, 1, 1), dtype=bool)
+            inside = inside if lo is None else inside & (keys >= lo[None, None, :, None])
+            inside = inside if hi is None else inside & (keys < hi[None, None, :, None])
+            out = out | inside
+        return out
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -78,16 +78,6 @@ class PositionMask(Mask):
 
         return tuple((by_query(lo), by_query(hi)) for lo, hi in self.seen(pos, xp))
 
-    def at(self, spots: Spots) -> Any:
-        out = spots.xp.zeros((1, 1, 1, 1), dtype=bool)
-        keys = spots.kv_pos[None, None, None, :]  # against [1, 1, t, 1]
-        for lo, hi in self.spans(spots.q_pos, spots.xp, True):
-            inside = spots.xp.ones((1, 1, 1, 1), dtype=bool)
-            inside = inside if lo is None else inside & (keys >= lo[None, None, :, None])
-            inside = inside if hi is None else inside & (keys < hi[None, None, :, None])
-            out = out | inside
-        return out
-
     def bound_to(self, lengths: Lengths) -> Mask:
         if self.offset is not None:
             return self

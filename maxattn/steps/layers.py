@@ -31,8 +31,7 @@ class Layers(NamedTuple):
         count: number of layers.
         run: runs a range of them: (x, range) -> the result of the last of these layers.
         add: whether layers add to x, so that the sum of their updates can be reused. If False,
-            their
-            result is reused.
+            their result is reused.
         beside: arrays that every layer takes beside x, such as the embedding of the time.
     """
 

@@ -82,18 +82,11 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.opened = path, _open(path)
-        self._inode, *self._stamp = self._state()
-
-    def _state(self) -> tuple[int, int, int]:
-        try:
-            found = self.path.stat()
-        except OSError:  # removed
-            return 0, 0, 0
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        self._inode, *self._stamp = _stamp(path)
 
     def check(self) -> None:
         """Refuse a file that was truncated or overwritten: reading it may crash the process."""
-        inode, *stamp = self._state()
+        inode, *stamp = _stamp(self.path)
         if inode == self._inode and stamp != self._stamp:
             rule = "a file must not change while it is read, and this one was written to"
             raise WeightsError("weights", str(self.path), rule, "load it again when it is complete")
@@ -181,11 +174,11 @@ def _places_of_one_save(path: Path) -> dict[str, OpenFile]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when a file is replaced."""
+    """Return a file's inode, and numbers that change with it or when it is written to."""
     try:
         found = path.stat()
-    except OSError:
-        return ()
+    except OSError:  # removed
+        return 0, 0, 0
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 

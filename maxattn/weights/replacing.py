@@ -83,13 +83,6 @@ def _remove_leftovers(target: Path) -> None:
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Wait until no other process saves into a folder, and keep others waiting."""
-    with locked(folder):
-        yield
-
-
-@contextmanager
 def locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
     """Lock a folder, without a file; yield True, False if another has the lock, None without locks.
 

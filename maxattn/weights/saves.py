@@ -27,7 +27,7 @@ from maxattn.config.document import read_json
 from maxattn.config.errors import printable
 from maxattn.errors import WeightsError
 from maxattn.weights.files import INDEX, NAMES
-from maxattn.weights.replacing import PARTIAL, only_writer, own_ending
+from maxattn.weights.replacing import PARTIAL, locked, own_ending
 
 SHARD_BYTES = 5 * 2**30  # a larger tensor gets a separate file
 METADATA = {"format": "pt"}  # diffusers refuses files without it
@@ -74,7 +74,7 @@ def save_tensors(
     with _errors_of(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_another_index(folder, name)
-        with only_writer(folder):
+        with locked(folder):
             there, ending = _named_by(folder / f"{name}{INDEX}"), own_ending()
             _write_beside(folder, named, read, ending)
             if len(files) == 1:

@@ -9,7 +9,7 @@ import pytest
 
 import maxattn as ma
 from maxattn.block_sizes import DKV, FORWARD, BlockSizes, Change, adjust, facts_of, log_lines
-from maxattn.block_sizes.vmem import fits, vmem_bytes
+from maxattn.block_sizes.vmem import fits
 from maxattn.config import FlashBlockSizes
 from maxattn.target import Target
 from tests.block_sizes.asks import CPU, CROSS_LENGTHS, V5P, call, uniform
@@ -59,7 +59,7 @@ def test_2048_by_2048_keys_at_once_take_too_much_vmem_in_the_fused_backward():
         sizes, changes = adjust(asked, call(), "flash", Target.named(kind), training=True)
         assert changes and sizes.part(DKV) != (side, side, side)
     facts = facts_of(call(), "flash", Target.named("TPU v6e"), training=True)
-    assert vmem_bytes("fused", (side, side, side), facts, "v6e") > 34.76 * 2**20
+    assert not fits("fused", (side, side, side), facts)
     assert fits("fused", (side, side, side // 2), facts)
 
 

@@ -118,7 +118,7 @@ def test_without_locks_files_are_written_and_one_warning_says_so(
     left = tmp_path / "a.txt.1-abcdef01.partial"
     left.mkdir()  # whether its writer lives is not known
     for text in ("first", "second"):
-        with module.only_writer(tmp_path):
+        with module.locked(tmp_path):
             write(tmp_path / "a.txt", text)
     assert names(tmp_path) == ["a.txt", left.name]
     (said,) = caplog.messages

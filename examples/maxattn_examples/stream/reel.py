@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 import maxattn as ma
 from maxattn.errors import InputError
 from maxattn.weights import SafeTensors
-from maxattn.weights.replacing import only_writer, replacing
+from maxattn.weights.replacing import locked, replacing
 from maxattn_examples.common import hosts
 from maxattn_examples.common.pipeline_folder import read_mapping, write_json
 
@@ -190,7 +190,7 @@ def _write(folder: Path, file: str, arrays: Mapping[str, Any], saved: Mapping[st
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    with only_writer(folder):
+    with locked(folder):
         with replacing(folder / file) as beside:
             save_file({name: np.asarray(x, order="C") for name, x in arrays.items()}, beside)
         write_json(folder / NAME, saved)

@@ -17,25 +17,14 @@ from maxattn.tools.known_models import MODELS, VideoModel
 from maxattn.tools.stream_costs import StreamCosts
 
 OPTION = "--stream"
-SIZES = {
-    "tokens": "tokens_per_frame",
-    "heads": "heads",
-    "head_dim": "head_dim",
-    "layers": "layers",
-    "kv_heads": "kv_heads",
-}
+SIZES = {"tokens": "tokens_per_frame"}
+SIZES |= {key: key for key in ("heads", "head_dim", "layers", "kv_heads")}
 NUMBERS = ("frames", "window", "sink", "steps", "length", *SIZES)
 FLAGS = ("first_frame_alone", "clean_pass")
 KEYS = (*NUMBERS, *FLAGS, "context")
 ALL = "all"
 # Keys of a file's section `rollout`, under our names.
-_OF_SECTION = {
-    "frames_per_block": "frames",
-    "window": "window",
-    "sink": "sink",
-    "first_frame_alone": "first_frame_alone",
-    "clean_pass": "clean_pass",
-}
+_OF_SECTION = {"frames_per_block": "frames"} | {key: key for key in ("window", "sink", *FLAGS)}
 
 
 def read_stream(

@@ -98,10 +98,10 @@ class KernelDump:
     def cores(self) -> int:
         """How many cores of the device run the kernel: one if the others skip it."""
         have = core_of(self.device).cores
-        ids = _CORE_ID.findall("\n".join(row.text for row in self.bundles.rows))
+        text = "\n".join(row.text for row in self.bundles.rows)
+        ids = _CORE_ID.findall(text)
         if have > 1 and not ids:
             raise unknown(self.bundles.who, "it does not show which of the cores run the kernel")
-        text = "\n".join(row.text for row in self.bundles.rows)
         alone = any(re.search(rf"scmp\.ne\.s32\.totalorder {i}, 0\b", text) for i in ids)
         return 1 if alone else have
 

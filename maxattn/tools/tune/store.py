@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from maxattn.config.measurements import VERSION, is_estimated, is_of_sizes, read_kept
 from maxattn.tools.writable import unwritable, write_whole
 from maxattn.tuned import VARIABLE, cache_path
-from maxattn.weights.replacing import only_writer, replacing
+from maxattn.weights.replacing import locked, replacing
 
 IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
 OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
@@ -29,7 +29,7 @@ def find(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
 def add(path: Path, measurement: dict[str, Any]) -> None:
     """Write a measurement to the file; replace an earlier measurement of the same call."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with only_writer(path.parent):
+    with locked(path.parent):
         kept = [m for m in read_kept(path).measurements if not _is_same(m, measurement)]
         text = json.dumps({"version": VERSION, "measurements": [*kept, measurement]}, indent=1)
         write_whole(path, text)
@@ -71,7 +71,7 @@ def put_aside(path: Path) -> tuple[str, Path] | None:
     if not damage:
         return None
     path = path.resolve()  # a link stays, and the copy is beside its file
-    with only_writer(path.parent):
+    with locked(path.parent):
         try:
             beside = _free_name(path)
             with replacing(beside) as whole:
