@@ -120,11 +120,11 @@ class Audit:
         lines = [line for layer in self.layers for line in _lines(layer, by_head)]
         text = [f"audit on {self.device}: {self.sample}", *grid, "", *_shown([titles, *lines])]
         if self.kernels:
-            rows = [
-                (x.call, x.kernel, _number(x.error), x.where, _number(x.ms), _mib(x.bytes))
-                for x in self.kernels
-            ]
-            table = _shown([("call", "kernel", "error", "worst at", "ms", "MiB"), *rows])
+            rows = [("call", "kernel", "error", "worst at", "ms", "MiB")]
+            for x in self.kernels:
+                size = f"{x.bytes / 2**20:.1f}" if x.bytes else ""
+                rows.append((x.call, x.kernel, _number(x.error), x.where, _number(x.ms), size))
+            table = _shown(rows)
             notes = ["", *("the plan takes it" if x.is_planned else x.note for x in self.kernels)]
             text += ["", *(f"{a}  {b}".rstrip() for a, b in zip(table, notes, strict=True))]
         unsafe = [f"  {finding}" for finding in self.findings]
@@ -174,10 +174,6 @@ def _number(value: float) -> str:
     if value != value:
         return ""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.1e}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f}" if size else ""
 
 
 def _shown(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -87,13 +87,11 @@ class Mask(ForKernels):
 
     def at(self, spots: Spots) -> Any:
         """Evaluate the mask at spots: bool, broadcastable to [B, N, q_idx, kv_idx]."""
-        out = spots.xp.zeros((1, 1, 1, 1), dtype=bool)
-        keys = spots.kv_pos[None, None, None, :]  # against [1, 1, t, 1]
+        none, every = (make((1, 1, 1, 1), dtype=bool) for make in (spots.xp.zeros, spots.xp.ones))
+        keys, out = spots.kv_pos[None, None, None, :], none  # against [1, 1, t, 1]
         for lo, hi in self.spans(spots.q_pos, spots.xp, True):
-            inside = spots.xp.ones((1, 1, 1, 1), dtype=bool)
-            inside = inside if lo is None else inside & (keys >= lo[None, None, :, None])
-            inside = inside if hi is None else inside & (keys < hi[None, None, :, None])
-            out = out | inside
+            inside = every if lo is None else every & (keys >= lo[None, None, :, None])
+            out = out | (inside if hi is None else inside & (keys < hi[None, None, :, None]))
         return out
 
     def __post_init__(self) -> None:

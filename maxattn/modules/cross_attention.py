@@ -188,11 +188,8 @@ class CrossAttention(AttentionBase):
         Raises:
             InputError: if shapes or dtypes do not fit.
         """
-        checks.states(
-            "encoder_hidden_states", text, self.cross_attention_dim, "cross_attention_dim"
-        )
+        self._check_states(text, image)
         b, s, _ = text.shape
-        self._check_image(image, b)
         rotary_k = self._check_rotary(rotary_emb_k, b, s, "rotary_emb_k", self.kv_heads)
         k, v = self._keys_values(text, self.to_k, self.to_v, self.norm_k, rotary_k)
         if image is None:
@@ -224,16 +221,16 @@ class CrossAttention(AttentionBase):
             remedy = "pass the text's states, or kv=module.compute_kv(text)"
             raise InputError("encoder_hidden_states", found, rule, remedy)
         if kv is None:
-            width = self.cross_attention_dim
-            checks.states("encoder_hidden_states", text, width, "cross_attention_dim", batch)
-            return self._check_image(image, batch)
+            return self._check_states(text, image, batch)
         for name, value in (("encoder_hidden_states_image", image), ("rotary_emb_k", rotary_emb_k)):
             if value is not None:
                 rule, remedy = "kv contains computed keys", f"pass {name} to compute_kv instead"
                 raise InputError(name, "given, and kv too", rule, remedy)
         self._check_kv(kv, batch)
 
-    def _check_image(self, image: Any, batch: int) -> None:
+    def _check_states(self, text: Any, image: Any, batch: int | None = None) -> None:
+        name, width = "encoder_hidden_states", self.cross_attention_dim
+        checks.states(name, text, width, "cross_attention_dim", batch)
         name, width = "encoder_hidden_states_image", self.added_kv_proj_dim
         built = f"the module was built with added_kv_proj_dim={width}, so it"
         if image is None and width is not None:
@@ -244,7 +241,7 @@ class CrossAttention(AttentionBase):
             remedy = "build it with added_kv_proj_dim, or pass no image"
             raise InputError(name, checks.described(image), rule, remedy)
         if image is not None and width is not None:
-            checks.states(name, image, width, "added_kv_proj_dim", batch)
+            checks.states(name, image, width, "added_kv_proj_dim", len(text))
 
     def _check_kv(self, kv: Any, batch: int) -> None:
         if not isinstance(kv, KV):

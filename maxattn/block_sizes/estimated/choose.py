@@ -16,7 +16,7 @@ from maxattn.block_sizes.estimated.grids import (
 )
 from maxattn.block_sizes.estimated.measured import beside_measured
 from maxattn.block_sizes.estimated.step_cost import Costs, Evaluates, Kind, Seconds, Tile
-from maxattn.block_sizes.estimated.table import known_of, shipped, shipped_costs
+from maxattn.block_sizes.estimated.table import shipped, shipped_costs
 from maxattn.block_sizes.sizes import (
     DKV,
     DQ,
@@ -80,7 +80,9 @@ def not_estimated(kernel: KernelKind, call: Call, target: Target) -> str:
         return why
     costs = shipped_costs(target.device_kind, kernel, call.head_dim, call.dtype)
     if not costs:
-        known = ", ".join(known_of(target.device_kind, kernel)) or "none"
+        start = f"{target.device_kind}, {kernel}, "
+        names = (name for name in shipped().groups if name.startswith(start))
+        known = ", ".join(name.removeprefix(start) for name in names) or "none"
         what = f"head dim {call.head_dim} in {call.dtype}"
         return f"{kernel} on {target.device_kind} has none for {what} (known: {known})"
     if hides_by_interval(call) and ("fwd", Evaluates.INTERVAL) not in costs:

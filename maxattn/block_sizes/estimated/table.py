@@ -40,12 +40,6 @@ def shipped_costs(device_kind: str, kernel: str, head_dim: int, dtype: str) -> C
     return shipped().groups.get(group_name(device_kind, kernel, head_dim, dtype), {})
 
 
-def known_of(device_kind: str, kernel: str) -> list[str]:
-    """List the head dims and dtypes for which the table has costs of a kernel."""
-    start = f"{device_kind}, {kernel}, "
-    return [name.removeprefix(start) for name in shipped().groups if name.startswith(start)]
-
-
 def read_table(text: str) -> ShippedCosts:
     """Parse the text that `table_text` wrote."""
     found, named = json.loads(text), {name: what for what, name in NAMES.items()}

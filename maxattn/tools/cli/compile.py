@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from maxattn.block_sizes.estimated.choose import in_ms
 from maxattn.block_sizes.estimated.measured import beside_measured
@@ -182,10 +182,10 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
         lines.append(f"kernel  {one['name']}: {in_ms(Seconds(*one['seconds']))}{calls}")
     machine = device_of(outcome.device_kind, "tpu").machine
     assert machine is not None, outcome.device_kind
-    passages = [passage_of(found, machine, outcome.mesh) for found in outcome.found]
+    sent = [(_sent_in(found, machine, outcome.mesh), found) for found in outcome.found]
     # The longest transfer of each kind and axes.
-    longest = {(p.kind, p.axes): p for p in sorted(passages, key=lambda p: p.seconds)}
-    lines += [_link(passage, kernels) for passage in longest.values()]
+    longest = {(f["kind"], *f["axes"]): (s, f) for s, f in sorted(sent, key=lambda one: one[0])}
+    lines += [_link(*one, kernels) for one in longest.values()]
     lines += [_of_xla(one) for one in made["xla"] if one["seconds"]]
     spans = [(k.calls, k.seconds) for k in kernels]
     spans += [(one["calls"], one["seconds"]) for one in attention]
@@ -202,7 +202,7 @@ def estimate_lines(outcome: Outcome, layers: int = 1) -> list[str]:
     if spans:
         lines.append(f"error   {beside_measured(outcome.device_kind)}")
     if layers > 1:
-        waiting = (p.times * p.seconds for p in passages if not p.is_overlapped)
+        waiting = (f["times"] * seconds for seconds, f in sent if not f["is_overlapped"])
         lines.append(_step(fast + xla, slow + xla, sum(waiting), layers))
     return [f"  {line}; {made['how']}" for line in lines]
 
@@ -277,39 +277,24 @@ def _of_xla(kind: dict[str, Any]) -> str:
 # ---- transfers -----------------------------------------------------------------------------------
 
 
-class Passage(NamedTuple):
-    """One transfer of a compiled program: kind, mesh axes, how often it runs, seconds of one run at
-    the published rate, kernels beside it, and whether a kernel or a matmul overlaps the transfer.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    times: int
-    seconds: float
-    kernels: tuple[str, ...]
-    is_overlapped: bool
-
-
-def passage_of(found: Mapping[str, Any], machine: Machine, sizes: Mapping[str, int]) -> Passage:
-    """Price a transfer of `Outcome.found` over the links of a machine."""
-    kind, axes = found["kind"], tuple(found["axes"])
-    ways = prod(sizes[axis] for axis in axes)
+def _sent_in(found: Mapping[str, Any], machine: Machine, sizes: Mapping[str, int]) -> float:
+    """Return the seconds of one run of a transfer of `Outcome.found` at the published rate."""
+    kind, ways = found["kind"], prod(sizes[axis] for axis in found["axes"])
     if kind == "ppermute" or ways < 2:
         rate = machine.neighbour
     elif kind in ("all_to_all", "ragged_all_to_all"):
         rate = machine.exchanged(ways)
     else:  # a psum sends its data around twice
         rate = machine.gathered(ways) / (2 if kind == "psum" else 1)
-    beside = tuple(found["kernels"]), found["is_overlapped"]
-    return Passage(kind, axes, found["times"], found["bytes"] / rate, *beside)
+    return found["bytes"] / rate
 
 
-def _link(passage: Passage, kernels: list[KernelEstimate]) -> str:
-    beside = sum(k.seconds[0] for k in kernels if k.name in passage.kernels)
-    what = f"link    {passage.kind} over {'+'.join(passage.axes)}: the longest takes"
-    covered = "at least as long" if beside >= passage.seconds else "shorter"
+def _link(seconds: float, found: Mapping[str, Any], kernels: list[KernelEstimate]) -> str:
+    beside = sum(k.seconds[0] for k in kernels if k.name in found["kernels"])
+    what = f"link    {found['kind']} over {'+'.join(found['axes'])}: the longest takes"
+    covered = "at least as long" if beside >= seconds else "shorter"
     kernel = f"; the kernel beside it takes {1e3 * beside:.3g} ms, {covered}" if beside else ""
-    return f"{what} {1e3 * passage.seconds:.3g} ms at the published rate{kernel}"
+    return f"{what} {1e3 * seconds:.3g} ms at the published rate{kernel}"
 
 
 def _step(fast: float, slow: float, waits: float, layers: int) -> str:

@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from maxattn.tools.estimate.kernel import KernelDump, KernelTiles
 
 FLAGS = "LIBTPU_INIT_ARGS"
+# Without the category libtpu also writes the bundles before register allocation.
+DUMP_FLAGS = (
+    "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
+    " --xla_jf_dump_category_filter=codegen"
+)
 Priced = Callable[[str], dict[str, Any]]
 """A function that makes an estimate from a compiled program's text."""
 
@@ -42,20 +47,14 @@ Priced = Callable[[str], dict[str, Any]]
 def main() -> None:
     """Answer requests until stdin ends."""
     folder = Path(sys.argv[1])
-    if sys.argv[1]:
-        _dump_into(folder)
+    if sys.argv[1]:  # before libtpu is loaded and reads its flags
+        folder.mkdir()
+        dumps = f"--xla_jf_dump_to={folder} {DUMP_FLAGS}"
+        os.environ[FLAGS] = f"{os.environ.get(FLAGS, '')} {dumps}".strip()
     with os.fdopen(int(sys.argv[2]), "w", encoding="utf-8") as answers:
         for line in sys.stdin:
             found = _answer(json.loads(line), folder)
             print(json.dumps(found), file=answers, flush=True)
-
-
-def _dump_into(folder: Path) -> None:
-    """Make libtpu write its schedules; call this before libtpu is loaded and reads its flags."""
-    from maxattn.tools.estimate.program import dump_flags
-
-    folder.mkdir()
-    os.environ[FLAGS] = f"{os.environ.get(FLAGS, '')} {dump_flags(folder)}".strip()
 
 
 def _answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -46,13 +46,6 @@ _BUNDLES = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 _SLOTS = re.compile(r"\d+-(.+)-\d+-final_hlo-static-per-bundle-utilization\.txt")
 
 
-def dump_flags(folder: Path) -> str:
-    """Return libtpu's flags to write the final bundles of all compiled kernels into a folder."""
-    final = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
-    # Without the category libtpu also writes bundles before register allocation.
-    return f"--xla_jf_dump_to={folder} {final} --xla_jf_dump_category_filter=codegen"
-
-
 def estimate_of(
     text: str,
     folder: Path,
