@@ -36,17 +36,65 @@ class Packing(HashedOnce[int]):
         return f"({', '.join(said)}{',' * (len(said) == 1)})"
 
 
-class _Ends(NamedTuple):
-    """Where segments end, as tables for a binary search."""
+class Bands(NamedTuple):
+    """The bands of queries that see the same keys, as tables for a binary search."""
 
-    # [2**n - 1], the position after each segment's last query; padded with `BIG`
-    q: Int[np.ndarray, " M"]
-    # [2**n + 1], the first key of each segment, then the end of the last segment
-    kv: Int[np.ndarray, " M2"]
+    # [2**n - 1], the first query of each band but the first one; padded with `BIG`
+    turns: Int[np.ndarray, " R"]
+    # lo, hi: [2**n, M], the intervals of each band, sorted, then empty ones
+    lo: Int[np.ndarray, "R1 M"]
+    hi: Int[np.ndarray, "R1 M"]
+    count: int  # number of turns
+
+
+class BandedMask(PositionMask):
+    """A mask whose intervals are those of the band that a query is in."""
+
+    offset: ClassVar[int] = 0
+
+    @property
+    def bands(self) -> Bands:
+        raise NotImplementedError(type(self).__name__)
+
+    def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
+        bands = self.bands
+        ends = range(bands.lo.shape[1])
+        if not hasattr(xp, "searchsorted"):  # a kernel compares with every turn
+            return tuple(_stepped(bands, i, pos, xp) for i in ends)
+        turns, lo, hi = (xp.asarray(x, dtype=xp.int32) for x in bands[:3])
+        at, step = xp.zeros_like(pos), (bands.turns.size + 1) // 2
+        while step:  # count the turns at or before the query, bit by bit
+            at = xp.where(turns[at + (step - 1)] <= pos, at + step, at)
+            step //= 2
+        return tuple((lo[:, i][at], hi[:, i][at]) for i in ends)
+
+    def row_blocks(self) -> tuple[RowBlocks, ...]:
+        return (RowBlocks(BIG, 0, tuple(self.bands.turns[: self.looked_up].tolist())),)
+
+    def most_keys(self) -> int:
+        return int((self.bands.hi - self.bands.lo).sum(axis=1).max(initial=0))
+
+    @property
+    def divides_positions(self) -> bool:
+        return False
+
+    @property
+    def looked_up(self) -> int:
+        return self.bands.count
+
+
+def _stepped(bands: Bands, i: int, pos: Any, xp: Any) -> Span:
+    """Return interval i of a query by comparing with every turn."""
+    lo, hi = (pos * 0 + int(table[0, i]) for table in (bands.lo, bands.hi))
+    for turn in range(bands.count):
+        past = pos >= int(bands.turns[turn])
+        lo = xp.where(past, int(bands.lo[turn + 1, i]), lo)
+        hi = xp.where(past, int(bands.hi[turn + 1, i]), hi)
+    return lo, hi
 
 
 @mask_type
-class SegmentLengths(PositionMask):
+class SegmentLengths(BandedMask):
     """Allow pairs of the same segment: the mask that `Segments.of_lengths` makes.
 
     Args:
@@ -62,7 +110,6 @@ class SegmentLengths(PositionMask):
     · █ █ █
     """
 
-    offset: ClassVar[int] = 0
     lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...] | None = None
 
@@ -82,18 +129,9 @@ class SegmentLengths(PositionMask):
         """The number of keys of each segment."""
         return self.lengths if self.kv_lengths is None else self.kv_lengths
 
-    def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        # A binary search in a table finds the segment; a kernel compares with every segment's end.
-        ends = _ends(self.lengths, self.keys)
-        if not hasattr(xp, "searchsorted"):
-            return (_stepped(ends, len(self.lengths), pos, xp),)
-        q, kv = (xp.asarray(x, dtype=xp.int32) for x in ends)
-        at = xp.zeros_like(pos)
-        step = (ends.q.size + 1) // 2
-        while step:  # count the segments that end at or before the query, bit by bit
-            at = xp.where(q[at + (step - 1)] <= pos, at + step, at)
-            step //= 2
-        return ((kv[at], kv[at + 1]),)
+    @property
+    def bands(self) -> Bands:
+        return _bands(self.lengths, self.keys)
 
     def bound_to(self, lengths: Lengths) -> Mask:
         _check_sum("lengths", self.lengths, "queries", lengths.q_len)
@@ -110,43 +148,20 @@ class SegmentLengths(PositionMask):
         is_every = set(zip(self.lengths, self.keys, strict=True)) == {first}
         return first if is_every and min(first) > 0 else None
 
-    def row_blocks(self) -> tuple[RowBlocks, ...]:
-        ends = _ends(self.lengths, self.keys).q[: len(self.lengths)]
-        return (RowBlocks(BIG, 0, tuple(ends.tolist())),)
-
-    def most_keys(self) -> int:
-        return max(self.keys, default=0)
-
-    @property
-    def divides_positions(self) -> bool:
-        return False
-
-    @property
-    def looked_up(self) -> int:
-        return len(self.lengths)
-
     def __repr__(self) -> str:
         kv = "" if self.kv_lengths is None else f", {self.kv_lengths}"
         return f"Segments.of_lengths({self.lengths}{kv})"
 
 
-def _stepped(ends: _Ends, segments: int, pos: Any, xp: Any) -> Span:
-    lo, hi = pos * 0, pos * 0 + int(ends.kv[1])
-    for i in range(segments):
-        past = pos >= int(ends.q[i])
-        lo = xp.where(past, int(ends.kv[i + 1]), lo)
-        hi = xp.where(past, int(ends.kv[i + 2]), hi)
-    return lo, hi
-
-
 @lru_cache(maxsize=64)
-def _ends(lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> _Ends:
+def _bands(lengths: tuple[int, ...], kv_lengths: tuple[int, ...]) -> Bands:
     room = 2 ** len(lengths).bit_length()
     q, kv = np.full(room - 1, BIG, np.int32), np.zeros(room + 1, np.int32)
     q[: len(lengths)] = np.cumsum(lengths)
     kv[1:] = sum(kv_lengths)
     kv[1 : len(lengths) + 1] = np.cumsum(kv_lengths)
-    return _Ends(q, kv)
+    # The position after a segment's last query is a turn.
+    return Bands(q, kv[:-1, None], kv[1:, None], len(lengths))
 
 
 def _checked(name: str, given: Any) -> Packing:

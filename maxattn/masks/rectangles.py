@@ -5,38 +5,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from maxattn.errors import InputError
 from maxattn.masks.algebra import And, Empty, Not, Or
 from maxattn.masks.base import Mask
-from maxattn.masks.positions import PositionMask, Rectangle
-from maxattn.masks.row_runs import RowBlocks
-from maxattn.masks.spans import BIG, Span
+from maxattn.masks.packed import BandedMask, Bands
+from maxattn.masks.positions import Rectangle
+from maxattn.masks.spans import BIG
 from maxattn.masks.tree import HashedOnce, mask_type
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    pass
 
 Corner = tuple[int, int, int, int]
 CELLS = 2**22  # most pairs of a band and a rectangle that the sweep compares at a time
 
 
-class Bands(NamedTuple):
-    """The bands of queries that see the same keys, as tables for a binary search."""
-
-    # [2**n - 1], the first query of each band but the first one; padded with `BIG`
-    turns: Int[np.ndarray, " R"]
-    # lo, hi: [2**n, M], the intervals of each band, sorted, then empty ones
-    lo: Int[np.ndarray, "R1 M"]
-    hi: Int[np.ndarray, "R1 M"]
-    count: int  # number of turns
-
-
 @mask_type
-class Rectangles(PositionMask):
+class Rectangles(BandedMask):
     """Allow the pairs in any of many rectangles; `|` makes it of more than 32 masks.
 
     Its intervals are those of a query after overlapping ones are joined, not one per rectangle.
@@ -50,7 +39,6 @@ class Rectangles(PositionMask):
     Rectangles(40 of them, the first (0, 1, 0, 1))
     """
 
-    offset: ClassVar[int] = 0
     corners: tuple[Corner, ...]
 
     def __post_init__(self) -> None:
@@ -65,50 +53,16 @@ class Rectangles(PositionMask):
             raise InputError("Rectangles.corners", "other values", rule, remedy) from None
         object.__setattr__(self, "corners", HashedOnce(sorted(set(found))))
 
-    def seen(self, pos: Any, xp: Any) -> tuple[Span, ...]:
-        bands = _bands(self.corners)
-        ends = range(bands.lo.shape[1])
-        if not hasattr(xp, "searchsorted"):
-            return tuple(_stepped(bands, i, pos, xp) for i in ends)
-        turns, lo, hi = (xp.asarray(x, dtype=xp.int32) for x in bands[:3])
-        at, step = xp.zeros_like(pos), (bands.turns.size + 1) // 2
-        while step:  # count the turns at or before the query, bit by bit
-            at = xp.where(turns[at + (step - 1)] <= pos, at + step, at)
-            step //= 2
-        return tuple((lo[at, i], hi[at, i]) for i in ends)
+    @property
+    def bands(self) -> Bands:
+        return _bands(self.corners)
 
     def simplified(self) -> Mask:
         return self if any(a < b and c < d for a, b, c, d in self.corners) else Empty()
 
-    def row_blocks(self) -> tuple[RowBlocks, ...]:
-        bands = _bands(self.corners)
-        return (RowBlocks(BIG, 0, tuple(bands.turns[: bands.count].tolist())),)
-
-    def most_keys(self) -> int:
-        bands = _bands(self.corners)
-        return int((bands.hi - bands.lo).sum(axis=1).max(initial=0))
-
-    @property
-    def divides_positions(self) -> bool:
-        return False
-
-    @property
-    def looked_up(self) -> int:
-        return _bands(self.corners).count
-
     def __repr__(self) -> str:
         first = self.corners[0] if self.corners else None
         return f"Rectangles({len(self.corners)} of them, the first {first})"
-
-
-def _stepped(bands: Bands, i: int, pos: Any, xp: Any) -> Span:
-    """Return interval i of a query by comparing with every turn."""
-    lo, hi = (pos * 0 + int(table[0, i]) for table in (bands.lo, bands.hi))
-    for turn in range(bands.count):
-        past = pos >= int(bands.turns[turn])
-        lo = xp.where(past, int(bands.lo[turn + 1, i]), lo)
-        hi = xp.where(past, int(bands.hi[turn + 1, i]), hi)
-    return lo, hi
 
 
 @lru_cache(maxsize=64)
