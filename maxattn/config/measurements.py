@@ -63,6 +63,14 @@ def is_estimated(measurement: Mapping[str, Any]) -> bool:
     return measurement.get("source") == ESTIMATED
 
 
+def is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Check whether two measurements time the same call, so that the newer one replaces one."""
+    if is_of_sizes(one) != is_of_sizes(other) or is_estimated(one) != is_estimated(other):
+        return False
+    keys = (*_OF_SIZES, "sizes") if is_of_sizes(one) else _OF_KERNELS
+    return all(one[key] == other[key] for key in keys)
+
+
 def is_sound(measurement: Any) -> bool:
     """Check whether a measurement has the fields and types that `maxattn tune` writes."""
     if not isinstance(measurement, dict):

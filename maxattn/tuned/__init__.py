@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
@@ -190,16 +191,10 @@ def winners(
 
 
 def _fastest(group: list[Mapping[str, Any]], source: str) -> Tuned | None:
-    measured = [m for m in group if not is_estimated(m)]
-    estimated = [m for m in group if is_estimated(m)]
-    return _fastest_of(measured, source) or _fastest_of(estimated, source)
-
-
-def _fastest_of(group: list[Mapping[str, Any]], source: str) -> Tuned | None:
-    for field, training in (("training_ms", True), ("forward_ms", False)):
-        timed = [m for m in group if m[field] is not None]
+    for estimated, field in product((False, True), ("training_ms", "forward_ms")):
+        timed = [m for m in group if is_estimated(m) == estimated and m[field] is not None]
         if timed:
             best = min(timed, key=lambda m: m[field])
             what, sizes = (best["kernel"], best["call"]), tuple(best["sizes"].items())
-            return Tuned(*what, sizes, best[field], training, source, is_estimated(best))
+            return Tuned(*what, sizes, best[field], field == "training_ms", source, estimated)
     return None

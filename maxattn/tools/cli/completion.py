@@ -79,7 +79,9 @@ def words_of(command: str) -> list[str]:
         return [*words, *settings]
     if "overrides" in places:
         words += [f"{key}={value}" for key, its in settings.items() for value in names_of(its)]
-        words += [f"{key}=" for key, its in settings.items() if _is_number(its)]
+        for key, its in settings.items():
+            is_number = not names_of(its) and "object" not in str(its.get("type"))
+            words += [f"{key}="] if is_number else []
     if places.keys() & {"config", "shapes"}:
         words += KNOWN_SHAPES
     return [*words, *(word for each in places.values() for word in each.choices or ())]
@@ -92,10 +94,6 @@ def after_options() -> dict[str, list[str]]:
         actions = parser_of(command)._option_string_actions.items()
         found |= {o: list(each.choices) for o, each in actions if each.choices}
     return found
-
-
-def _is_number(its: Mapping[str, object]) -> bool:
-    return not names_of(its) and "object" not in str(its.get("type"))
 
 
 def _fish(by_command: Mapping[str, str], by_option: Mapping[str, str]) -> str:

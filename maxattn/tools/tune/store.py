@@ -12,25 +12,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from maxattn.config.measurements import VERSION, is_estimated, is_of_sizes, read_kept
+from maxattn.config.measurements import VERSION, is_same, read_kept
 from maxattn.tools.writable import unwritable, write_whole
 from maxattn.tuned import VARIABLE, cache_path
 from maxattn.weights.replacing import locked, replacing
 
-IDENTITY = ("device_kind", "versions", "kernel", "call", "sizes")
-OF_KERNELS = ("device_kind", "versions", "call", "settings", "data")
-
 
 def find(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
     """Return the kept measurement with the same call, device, versions and sizes or settings."""
-    return next((m for m in read_kept(path).measurements if _is_same(m, wanted)), None)
+    return next((m for m in read_kept(path).measurements if is_same(m, wanted)), None)
 
 
 def add(path: Path, measurement: dict[str, Any]) -> None:
     """Write a measurement to the file; replace an earlier measurement of the same call."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent):
-        kept = [m for m in read_kept(path).measurements if not _is_same(m, measurement)]
+        kept = [m for m in read_kept(path).measurements if not is_same(m, measurement)]
         text = json.dumps({"version": VERSION, "measurements": [*kept, measurement]}, indent=1)
         write_whole(path, text)
 
@@ -90,9 +87,3 @@ def _free_name(path: Path) -> Path:
         if not beside.exists() or beside.read_bytes() == path.read_bytes():
             return beside
     raise AssertionError("unreachable")
-
-
-def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    if is_of_sizes(one) != is_of_sizes(other) or is_estimated(one) != is_estimated(other):
-        return False
-    return all(one[key] == other[key] for key in (IDENTITY if is_of_sizes(one) else OF_KERNELS))
