@@ -72,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _problems(args: Any) -> Iterator[ConfigError]:
-    """Yield an error for a missing source, an existing folder and each missing file."""
     if (args.files is None) == (args.digits is None):
         value = "neither" if args.files is None else "both"
         yield ConfigError("--from, --digits", value, "examples have one source", "give one")

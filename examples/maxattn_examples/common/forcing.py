@@ -150,7 +150,10 @@ def check_call(
     _check_tokens(forcing.stream if forcing is not None else stream, grid)
     _check_times(t, grid[0], "cache" if forcing is None else "forcing")
     if cache is not None:
-        _check_layers(cache, layers)
+        if (found := cache.shape[0]) != layers:  # a scan would share keys between the last layers
+            rule = f"each of the model's {layers} layers has keys and values of its own"
+            remedy = f"make the cache with layers={layers}"
+            raise InputError("cache", f"{found} layers", rule, remedy)
         _check_cache(cache, forcing, grid[0])
     if forcing is not None:
         _check_clean(forcing, latents, grid[0])
@@ -159,13 +162,6 @@ def check_call(
 def _check_type(name: str, value: Any, kind: type, rule: str) -> None:
     if value is not None and not isinstance(value, kind):
         raise InputError(name, type(value).__name__, rule, f"pass a {kind.__name__}")
-
-
-def _check_layers(cache: ma.KVCache, layers: int) -> None:
-    """Refuse a cache of another depth: a scan would share keys between the last layers."""
-    if (found := cache.shape[0]) != layers:
-        rule = f"each of the model's {layers} layers has keys and values of its own"
-        raise InputError("cache", f"{found} layers", rule, f"make the cache with layers={layers}")
 
 
 def _check_tokens(stream: Any, grid: tuple[int, int, int]) -> None:

@@ -111,7 +111,7 @@ def pipeline_errors(folder: Path, family: Family) -> Iterator[ConfigError]:
         value = f"{SECOND} {index.get(SECOND)}, boundary_ratio {boundary}"
         rule = "boundary_ratio is the time at which the second transformer takes over"
         yield _error(folder, value, rule)
-    elif has_two and not _is_share(boundary):
+    elif has_two and not (isinstance(boundary, float) and 0 < boundary < 1):
         rule = "it is a number between 0 and 1, a share of the times"
         yield _error(folder, f"boundary_ratio {boundary!r}", rule)
     if has_two and not (folder / SECOND).is_dir():
@@ -162,10 +162,6 @@ def class_error(folder: Path, family: Family) -> ConfigError | None:
 def commands(family: str) -> str:
     """Name the commands that sample and train the models of a family."""
     return f"commands of its own, examples/generate.py {family} and train.py {family}"
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, float) and 0 < value < 1
 
 
 def _error(folder: Path, value: str, rule: str) -> ConfigError:
@@ -247,7 +243,6 @@ def _is_off(value: Any) -> bool:
 
 
 def _no_file(path: Path, family: Family) -> WeightsError:
-    """Return the error for a folder without `config.json`, which may be a pipeline's."""
     problem = class_error(path.parent, family)
     if problem is not None:
         return WeightsError(problem.setting, problem.value, problem.rule, problem.remedy)

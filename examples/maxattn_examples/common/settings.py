@@ -245,7 +245,6 @@ class RolloutSettings(Section):
 
 
 def _of_window(size: int, window: int | None, sink: int) -> Iterator[ConfigError]:
-    """Refuse a sink without a window, and one that fills the window."""
     if not sink:
         return
     if window is None:
@@ -259,7 +258,6 @@ def _of_window(size: int, window: int | None, sink: int) -> Iterator[ConfigError
 
 
 def _of_steps(steps: tuple[float, ...]) -> Iterator[ConfigError]:
-    """Refuse an empty list of steps, and steps whose times do not fall."""
     if not steps:
         rule = "a block needs at least one step"
         yield ConfigError("denoising_steps", "[]", rule, "write for example [1000, 750, 500, 250]")

@@ -176,7 +176,7 @@ class Row:
             found["seconds"] = round(self.seconds, 3)
         every = {"drift": self.drift, "psnr": self.psnr, "step_error": self.steps}
         every |= {name: x.clips for name, x in self.scores.items()}
-        found |= {name: _rounded(x) for name, x in every.items() if x is not None}
+        found |= {n: np.round(np.float64(x), 6).tolist() for n, x in every.items() if x is not None}
         alone = {name: x.value for name, x in self.scores.items() if x.clips is None}
         found |= {name: round(float(x), 6) for name, x in alone.items()}
         found |= {"notes": list(self.notes)} if self.notes else {}
@@ -259,10 +259,6 @@ def _psnr(x: Samples, of: Samples) -> PerClip:
     error = np.square(x.astype(np.float64) - of).mean(axis=inner)
     peak = of.max(axis=inner) - of.min(axis=inner)
     return 10 * np.log10(np.maximum(peak, 1e-30) ** 2 / np.maximum(error, 1e-30))
-
-
-def _rounded(values: PerClip) -> list[float]:
-    return [round(float(x), 6) for x in values]
 
 
 def machine_facts() -> dict[str, str]:

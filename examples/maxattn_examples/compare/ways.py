@@ -325,7 +325,6 @@ def _keys_of(task: SamplingTask, kernel: str) -> dict[str, str | None]:
 
 
 def _other_samples(way: Way, task: SamplingTask, plain: SamplingTask) -> Iterator[ConfigError]:
-    """Yield an error for each change that alters the prompts, the noise or the size."""
     rule = "every way of sampling draws the same prompts from the same noise, in the same size"
     ours, theirs = task.settings.sampling, plain.settings.sampling
     keys = [key for key in DRAWN if getattr(ours, key, None) != getattr(theirs, key, None)]

@@ -78,7 +78,6 @@ def _latents(frames: Float[np.ndarray, "F H W"], side: int) -> Float[np.ndarray,
 
 
 def _first_frame(frames: Any) -> dict[str, np.ndarray]:
-    """Return the first frame as a condition (its latents with a mask), and an image encoding."""
     given = np.concatenate([frames[:1], 0 * frames[1:]])
     latents = _latents(given, SIDE["i2v"])
     mask = np.zeros((MASKS, *latents.shape[1:]), np.float32)

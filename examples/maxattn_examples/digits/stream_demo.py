@@ -158,7 +158,6 @@ def _switched(
 
 
 def _plot(found: Mapping[str, Drift], path: Path, switch: int) -> Path:
-    """Plot one panel per measure and one line per run; mark where the prompt changes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7), layout="constrained")

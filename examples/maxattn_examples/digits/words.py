@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +65,6 @@ class Language:
         """The length of a state."""
         return 2 * len(self.vocabulary) + self.most
 
-    @cached_property
-    def _silent(self) -> set[str]:
-        return {"a", "an", *self.form.replace("{}", "").split()}
-
     def prompt_of(self, phrases: Sequence[Phrase]) -> str:
         """Write phrases as a prompt."""
         words = ([group[i] for group, i in zip(self.groups, p, strict=True)] for p in phrases)
@@ -94,9 +89,11 @@ class Language:
         return f'write it as "{self.example}"'
 
     def _phrase(self, words: str, prompt: str) -> Phrase:
-        said = [word for word in words.split() if word not in self._silent]
+        silent = {"a", "an", *self.form.replace("{}", "").split()}
+        said = [word for word in words.split() if word not in silent]
         if len(said) != len(self.groups):
-            rule = f"a digit has {len(self.groups)} words: {self.form.format(*self._names)}"
+            names = [f"({' or '.join(group[:2])}, ...)" for group in self.groups]
+            rule = f"a digit has {len(self.groups)} words: {self.form.format(*names)}"
             raise InputError("prompt", repr(prompt), rule, self._remedy)
         for word, group in zip(said, self.groups, strict=True):
             if word not in group:
@@ -104,10 +101,6 @@ class Language:
                 remedy = did_you_mean(word, group) or self._remedy
                 raise InputError("prompt", repr(prompt), rule, remedy)
         return tuple(group.index(word) for word, group in zip(said, self.groups, strict=True))
-
-    @property
-    def _names(self) -> list[str]:
-        return [f"({' or '.join(group[:2])}, ...)" for group in self.groups]
 
     def numbers(self, prompts: Sequence[str]) -> Int[np.ndarray, "B phrases groups"]:
         """Return prompts as word numbers, -1 for a missing phrase; raises as `read`."""

@@ -154,7 +154,6 @@ def _said_twice(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
 
 
 def _guidance_errors(task: SamplingTask) -> Iterator[ConfigError]:
-    """Yield an error for a negative prompt without guidance."""
     sampling = task.settings.sampling
     if sampling.negative_prompt is not None and not sampling.guided:
         key = sampling.cfg_key

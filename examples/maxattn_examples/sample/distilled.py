@@ -85,7 +85,10 @@ class Distilled:
             cfg: the key of classifier-free guidance.
         """
         if (theirs := values["sampler"]) != self.sampler:
-            ours, other = (_kind(x) for x in (self.sampler, theirs))
+            ours, other = (
+                "re-noise" if x in RENOISING else "are deterministic"
+                for x in (self.sampler, theirs)
+            )
             rule = f"{self.name} takes the steps of {self.sampler}, which {ours}"
             rule += f"; those of {theirs} {other}" if ours != other else ""
             yield self._error("sampler", theirs, rule, self.sampler)
@@ -148,10 +151,6 @@ class Distilled:
             value = "no guidance" if self.embedded is None else f"a guidance of {self.embedded}"
             instead = "null" if self.embedded is None else self.embedded
             yield self._error("guidance_scale", told, f"{self.name} is told {value}", instead)
-
-
-def _kind(sampler: str) -> str:
-    return "re-noise" if sampler in RENOISING else "are deterministic"
 
 
 @cache

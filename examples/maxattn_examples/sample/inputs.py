@@ -99,9 +99,9 @@ def shapes(path: Path, option: str, names: tuple[str, ...] = NAMES) -> dict[str,
     Raises:
         ConfigErrors: the file is not safetensors, or has other names.
     """
-    file = _open(path, option)
+    file, remedy = opened(path, option), REMEDIES.get(option, MAKE)
     found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    rule, remedy = f"the file contains {', '.join(names)}", REMEDIES.get(option, MAKE)
+    rule = f"the file contains {', '.join(names)}"
     if unknown := sorted(found.keys() - set(names)):
         raise ConfigErrors(ConfigError(option, f"{path}: {name}", rule, remedy) for name in unknown)
     return found
@@ -113,7 +113,7 @@ def read(path: Path, option: str) -> Arrays:
     Raises:
         ConfigErrors: the file is not safetensors, or has numbers that are not finite in float32.
     """
-    file = _open(path, option)
+    file = opened(path, option)
     found = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     problems = []
     for name, array in found.items():
@@ -128,14 +128,14 @@ def read(path: Path, option: str) -> Arrays:
     return found
 
 
-def write(path: Path, arrays: Mapping[str, np.ndarray], model: str) -> Path:
-    """Write arrays atomically, with the name of their model."""
+def write(path: Path, arrays: Mapping[str, np.ndarray], model: str, **more: str) -> Path:
+    """Write arrays atomically; the metadata is the name of their model, and `more`."""
     from safetensors.numpy import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with replacing(path) as partial:
-        save_file(whole, partial, metadata={"model": model, "scaled": "true"})
+        save_file(whole, partial, metadata={"model": model, "scaled": "true"} | more)
     return path
 
 
@@ -174,16 +174,21 @@ def _array_errors(
         yield ConfigError(option, value, rule, SIZES)
 
 
-def _open(path: Path, option: str) -> Any:
+def opened(path: Path, option: str, remedy: str | None = None) -> Any:
+    """Open a safetensors file.
+
+    Raises:
+        ConfigErrors: it does not exist, or is damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
-    remedy = REMEDIES.get(option, MAKE)
+    remedy = remedy or REMEDIES.get(option, MAKE)
     if not path.is_file():
         rule = "the file does not exist"
         raise ConfigErrors([ConfigError(option, path, rule, remedy)])
     try:
         return safe_open(path, framework="numpy")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         rule = f"it must be complete safetensors ({error})"
         raise ConfigErrors([ConfigError(option, path, rule, remedy)]) from None
 

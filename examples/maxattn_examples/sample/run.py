@@ -164,7 +164,6 @@ def noise_of(paths: Paths, rows: Rows, task: SamplingTask) -> np.ndarray:
 def _opening(
     task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
 ) -> Iterator[str]:
-    """Yield the lines that a run prints first."""
     sampling, rows = task.settings.sampling, start.rows
     for plan in plans_of(task, run.steps, rows.samples * rows.calls, start.lengths, mesh):
         yield plan.explain()
@@ -181,7 +180,6 @@ def _opening(
 
 
 def _guidance_lines(task: SamplingTask, rows: Rows, run: RunSteps) -> Iterator[str]:
-    """Describe how a step calls the model for its predictions."""
     sampling = task.settings.sampling
     if not sampling.guided:
         yield f"guidance  none: {_computed(run.steps)}"
@@ -198,7 +196,6 @@ def _guidance_lines(task: SamplingTask, rows: Rows, run: RunSteps) -> Iterator[s
 
 
 def _experts_lines(run: RunSteps) -> Iterator[str]:
-    """Describe which model computes which steps, if there are several."""
     done, several = 0, len(run.experts) > 1
     for expert in run.experts if several else ():
         end = done + expert.steps

@@ -81,7 +81,11 @@ def read(
         options |= {key: flow_shift for key in SAME if key in options}
         options |= {"use_dynamic_shifting": False} if "use_dynamic_shifting" in options else {}
     options |= replaced
-    problems += [*_contradictions(options, str(path)), *_taken_errors(name, given)]
+    problems += _contradictions(options, str(path))
+    if given is not None and name in WITHOUT:
+        rule = f"{name} has times of its own, and takes no list"
+        remedy = f"set sampling.sampler={WITHOUT[name]}"
+        problems.append(ConfigError(given.setting, given, rule, remedy))
     if problems:
         raise ConfigErrors(problems)
     said_by = f"{path.parent.name}/{path.name}" if there else NO_FILE
@@ -165,13 +169,6 @@ def _contradictions(options: Mapping[str, Any], where: str) -> list[ConfigError]
     )
     setting, remedy = f"{where}: rescale_betas_zero_snr", "set sampling.sampler=euler"
     return [ConfigError(setting, True, rule, remedy)]
-
-
-def _taken_errors(sampler: str, given: Given | None) -> Iterator[ConfigError]:
-    """Yield an error if the sampler takes no list of times or sigmas."""
-    if given is not None and sampler in WITHOUT:
-        rule = f"{sampler} has times of its own, and takes no list"
-        yield ConfigError(given.setting, given, rule, f"set sampling.sampler={WITHOUT[sampler]}")
 
 
 # ---- options -------------------------------------------------------------------------------------

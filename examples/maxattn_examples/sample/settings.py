@@ -48,7 +48,6 @@ def settled(fast: FastSettings, family: str) -> FastSettings:
 
 @cache
 def _presets() -> Mapping[str, Mapping[str, Any]]:
-    """Read the presets: sections by name, by family."""
     return yaml.safe_load(PRESETS.read_text("utf-8"))
 
 

@@ -153,17 +153,15 @@ def _given_errors(task: SamplingTask, paths: Paths) -> Iterator[ConfigError]:
 
 
 def _class_errors(task: SamplingTask, paths: Paths, part: str) -> Iterator[ConfigError]:
-    """Yield an error if the weights' model class differs from the pipeline's."""
     path = paths.weights_of(part)
-    ours, theirs = (_class_of(x) for x in (part_of(paths.model, part), path))
+    ours, theirs = (
+        config_of(folder.parent, folder.name).get("_class_name")
+        for folder in (part_of(paths.model, part), path)
+    )
     if None not in (ours, theirs) and ours != theirs:
         rule = f"the model in {paths.model} is a {ours}"
         remedy = f"give weights of {NAMES[task.family]}"
         yield ConfigError("--weights", f"{path}: _class_name {theirs}", rule, remedy)
-
-
-def _class_of(folder: Path) -> str | None:
-    return config_of(folder.parent, folder.name).get("_class_name")
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------
@@ -205,7 +203,6 @@ def family_of(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def _distilled_errors(task: SamplingTask, option: str, path: Path) -> Iterator[ConfigError]:
-    """Yield an error if a LoRA file's name is that of a distilled LoRA, but settings differ."""
     sampling, row = task.settings.sampling, named_by(path)
     if row is None or row.family != task.family:
         return

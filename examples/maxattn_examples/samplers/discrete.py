@@ -173,7 +173,9 @@ def lcm(
     known = betas.alpha_bar()[t]
     a, b = np.sqrt(known), np.sqrt(1 - known)
     a_there, b_there = np.append(a[1:], 1.0), np.append(b[1:], 0.0)
-    of_noisy, of_clean = _boundary(t * timestep_scaling)
+    scaled = t * timestep_scaling
+    spread = scaled**2 + SPREAD**2
+    of_noisy, of_clean = SPREAD**2 / spread, scaled / np.sqrt(spread)  # c_skip and c_out
     if betas.prediction_type == "v_prediction":
         clean = np.stack([a, -b], -1)
     else:
@@ -193,9 +195,3 @@ def usual_times(steps: int, betas: Betas, original: int) -> np.ndarray:
     check(original_inference_steps=(original, count), steps=(steps, original))
     distilled = np.arange(original, 0, -1) * (count // original) - 1
     return distilled[np.linspace(0, original, steps, endpoint=False).astype(int)]
-
-
-def _boundary(scaled: Float[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray]:
-    """Return c_skip and c_out of scaled times."""
-    whole = scaled**2 + SPREAD**2
-    return SPREAD**2 / whole, scaled / np.sqrt(whole)

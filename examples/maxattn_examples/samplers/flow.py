@@ -180,7 +180,9 @@ def unipc(
         train_steps: the model's time at sigma 1.
     """
     check(shift, steps=steps, order=(order, 3), train_steps=train_steps)
-    sigmas = _sigmas(steps, shift, train_steps)
+    sigmas = shifted(np.linspace(1, 1 / train_steps, steps + 1)[:-1], shift)
+    sigmas[0] -= NOT_ONE if abs(sigmas[0] - 1) < NOT_ONE else 0.0
+    sigmas = np.append(sigmas, 0.0)
     times = np.trunc(sigmas[:-1] * train_steps)
     # Sigmas are float32 numbers; near 1, 1 - sigma depends on it.
     sigmas = sigmas.astype(np.float32).astype(np.float64)
@@ -194,12 +196,6 @@ def unipc(
         else:
             correct[i, 1 : 3 + orders[i - 1]] = _corrector(sigmas, i, orders[i - 1])
     return schedule_of(1.0, times, np.ones(steps), remember, correct, predict)
-
-
-def _sigmas(steps: int, shift: float, train_steps: int) -> Numbers:
-    sigmas = shifted(np.linspace(1, 1 / train_steps, steps + 1)[:-1], shift)
-    sigmas[0] -= NOT_ONE if abs(sigmas[0] - 1) < NOT_ONE else 0.0
-    return np.append(sigmas, 0.0)
 
 
 def _predictor(sigmas: Numbers, i: int, p: int) -> Numbers:

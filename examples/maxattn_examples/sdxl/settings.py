@@ -111,7 +111,6 @@ class Sizes:
             yield ConfigError(key, value, rule, f"use {least} or more")
 
     def _level_misfits(self) -> Iterator[ConfigError]:
-        """Yield an error for each list without one entry per resolution, and for unknown blocks."""
         levels = len(self.block_out_channels)
         for key in ("down_block_types", "transformer_layers_per_block", "attention_head_dim"):
             if len(each := getattr(self, key)) != levels:
@@ -122,7 +121,6 @@ class Sizes:
             yield ConfigError("down_block_types", sorted(unknown), rule, "use one of them")
 
     def _channel_misfits(self) -> Iterator[ConfigError]:
-        """Yield an error for channels that groups, heads or embeddings do not divide."""
         channels, groups = self.block_out_channels, self.norm_num_groups
         if any(count % groups for count in channels):
             rule = f"it must divide the channels of every resolution, {list(channels)}"

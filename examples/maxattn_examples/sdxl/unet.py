@@ -234,7 +234,6 @@ def _down(i: int, sizes: Sizes, resnet: Any, attention: Any, how: dict[str, Any]
 
 
 def _up(i: int, sizes: Sizes, resnet: Any, attention: Any, how: dict[str, Any]) -> Level:
-    """Build the level of resolution i on the way up."""
     channels, here = sizes.block_out_channels, sizes.block_out_channels[i]
     count = sizes.layers_per_block + 1
     # The first block takes what comes from the resolution below, the last one what the way down

@@ -288,7 +288,6 @@ def _check_types(saved: Mapping[str, Any], kinds: Mapping[str, Any], folder: Pat
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a rollout whose settings differ from those that the reel was saved with."""
     for key in sorted(before.keys() | now.keys()):
         if (was := before.get(key)) != (is_ := now.get(key)):
             rule = f"it must equal the saved rollout's, {was}"

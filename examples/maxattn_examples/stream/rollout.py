@@ -69,7 +69,8 @@ class Rollout:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.stream, self.sides, self.how = stream, sides, how or Denoising()
-        self.call, self.time_scale = call or _call, time_scale
+        self.call = call or (lambda model, x, t, told, **seen: model(x, t, kv=told, **seen))
+        self.time_scale = time_scale
         self.re_prefill, self._choose = bool(re_prefill), _choice(re_prefill, stream)
         self._structure, self._parameters = split(model)
         self.seed, self._empty, self._key = seed, model.cache, jax.random.key(seed)
@@ -324,10 +325,6 @@ def _scanned(
     return jax.lax.scan(lambda carry, at: (step(*carry, at), None), (x, cache), rest)[0]
 
 
-def _call(model: Any, latents: Any, t: Any, told: Any, **seen: Any) -> Any:
-    return model(latents, t, kv=told, **seen)
-
-
 def _choice(said: bool | Choose, stream: ma.Stream) -> Choose:
     """Return the function that chooses a block's context; default its whole window."""
     if callable(said):
@@ -347,7 +344,6 @@ def _choice(said: bool | Choose, stream: ma.Stream) -> Choose:
 
 
 def _check_prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int, int, int]) -> None:
-    """Refuse clean frames of other sizes, and those after frames that exist."""
     check_unused(reel)
     if reel.frame:
         rule = f"a prefix must come first, and the reel has {reel.frame} frames"
@@ -361,7 +357,6 @@ def _check_prefix(reel: Reel, latents: Any, stream: ma.Stream, sides: tuple[int,
 
 
 def _check_chosen(frames: tuple[int, ...], reel: Reel, stream: ma.Stream) -> None:
-    """Refuse a context whose frames are not in the reel, or are not whole blocks."""
     kept = {s + i for s, block in reel.clean for i in range(block.shape[1])}
     if lost := [f for f in frames if f not in kept]:
         rule = f"the reel has the clean latents of frames {sorted(kept)}"

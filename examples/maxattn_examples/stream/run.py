@@ -184,7 +184,6 @@ class StreamRun:
         return load(self.task, Paths(self.folder, self.weights), mesh)
 
     def _texts(self) -> list[np.ndarray]:
-        """Return each scene's text states, after the negative prompt's."""
         arrays = self._arrays()
         text, negative = arrays["text"], arrays.get("negative_text")
         rows = [text[i : i + 1] for i in range(len(self.scenes))]

@@ -25,6 +25,7 @@ from maxattn.errors import ConfigError
 from maxattn.weights.replacing import replacing
 from maxattn_examples.common.hosts import Rows
 from maxattn_examples.common.shapes import Shapes
+from maxattn_examples.sample.inputs import opened
 
 if TYPE_CHECKING:
     import grain
@@ -63,9 +64,10 @@ class LatentFolder:
     def __init__(self, folder: str | None) -> None:
         paths = _shard_paths(folder)
         self.folder = paths[0].parent
-        self._files = [_open(path) for path in paths]
+        self._files = [opened(path, "data.folder", MAKE) for path in paths]
         self._headers = [_header(file) for file in self._files]
-        if problems := list(self._problems(paths)):
+        shards = list(map(Shard, paths, self._files, self._headers))
+        if problems := [x for shard in shards for x in _shard_errors(shard, shards[0])]:
             raise ConfigErrors(problems)
         counts = [header["latents"][0][0] for header in self._headers]
         self._starts = np.concatenate([[0], np.cumsum(counts)])
@@ -74,11 +76,6 @@ class LatentFolder:
         self.kind: str = metadata.get("source", "")
         self.model: str = metadata.get("model", "")
         self.note = "" if self.has_empty else NO_EMPTY
-
-    def _problems(self, paths: list[Path]) -> Iterator[ConfigError]:
-        first = Shard(paths[0], self._files[0], self._headers[0])
-        for path, file, header in zip(paths, self._files, self._headers, strict=True):
-            yield from _shard_errors(Shard(path, file, header), first)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -112,7 +109,7 @@ class LatentFolder:
     def _read_empty(self) -> dict[str, np.ndarray]:
         if not self.has_empty:
             return {}
-        file = _open(self.folder / EMPTY)
+        file = opened(self.folder / EMPTY, "data.folder", MAKE)
         arrays = {name: np.asarray(file.get_tensor(name)) for name in list(file.keys())}
         held = {name: array[0] for name, array in arrays.items() if array.shape[:1] == (1,)}
         for name in (name for name in CONDITIONS if name in self.shapes):
@@ -124,7 +121,6 @@ class LatentFolder:
 
 
 def _shard_paths(folder: str | None) -> list[Path]:
-    """List the shards of a folder; raise if there are none."""
     if folder is None:
         rule = "training needs a folder of latents and texts"
         raise ConfigErrors([_error("null", rule, f"give one; {MAKE}")])
@@ -138,23 +134,12 @@ def _shard_paths(folder: str | None) -> list[Path]:
     return paths
 
 
-def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        rule = f"it must be complete safetensors ({error})"
-        raise ConfigErrors([_error(path, rule, MAKE)]) from None
-
-
 def _header(file: Any) -> Header:
     slices = {name: file.get_slice(name) for name in sorted(file.keys())}
     return {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
 
 
 def _shard_errors(shard: Shard, first: Shard) -> Iterator[ConfigError]:
-    """Yield the errors of one shard, alone and compared with the first."""
     path, file, header = shard
     if bare := [name for name, (shape, _) in header.items() if not shape]:
         yield _error(f"{path}: {bare[0]}", "an array has a row for each latent", MAKE)
@@ -245,15 +230,9 @@ def read_batches(files: Iterable[str], setting: str) -> Iterator[Batch]:
     Raises:
         ConfigErrors: a file is damaged; `setting` names it.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    for file in files:
-        try:
-            yield load_file(Path(file))
-        except (SafetensorError, OSError) as error:
-            rule = f"it must be complete safetensors ({error})"
-            raise ConfigErrors([ConfigError(setting, file, rule, "name the right files")]) from None
+    for path in files:
+        file = opened(Path(path), setting, "name the right files")
+        yield {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _shards(batches: Iterable[Batch], per_shard: int) -> Iterator[dict[str, np.ndarray]]:
@@ -264,7 +243,6 @@ def _shards(batches: Iterable[Batch], per_shard: int) -> Iterator[dict[str, np.n
 
 
 def _examples(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the examples of batches, one at a time, without the batch axis."""
     first: Shapes = {}
     for batch in batches:
         first = first or _shapes(batch)
@@ -280,7 +258,6 @@ def _shapes(batch: Batch) -> Shapes:
 
 
 def _unlike(batch: Batch, first: Shapes) -> ConfigError:
-    """Return the error for a batch whose shapes differ from the first one's."""
     shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(batch.items()))
     forms = (f"{name} [rows, {', '.join(map(str, s))}]" for name, s in sorted(first.items()))
     rule = "all examples have the same arrays, and in a file each array has a row for each example"

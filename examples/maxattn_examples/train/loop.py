@@ -175,7 +175,8 @@ class Steps:
         self.checkpoints, self.losses = checkpoints, losses
         self.training, first = run.training, len(losses)
         self.cost = run.cost(state, fixed)
-        self._step = Step(run.task, run.parts, fixed, self._empty(), steps.shardings(state))
+        empty = {name: hosts.everywhere(x, run.mesh) for name, x in run.source.empty.items()}
+        self._step = Step(run.task, run.parts, fixed, empty, steps.shardings(state))
         self._data = batches(run.source, self.training.batch_size, self.training.seed, run.rows)
         if checkpoints.step:
             self._data.set_state(checkpoints.facts["data"])
@@ -186,10 +187,6 @@ class Steps:
         self._progress = Progress(self.training, self.cost, first)
         wanted = self.training.picture_every
         self._samples = Samples(run.task, run.source, run.parts, run.mesh) if wanted else None
-
-    def _empty(self) -> dict[str, jax.Array]:
-        empty, mesh = self.parent.source.empty, self.parent.mesh
-        return {name: hosts.everywhere(array, mesh) for name, array in empty.items()}
 
     def run(self) -> State:
         """Run the steps; return the final state."""
@@ -248,7 +245,6 @@ def _finite(facts: Facts, step: int) -> float:
 
 
 def _refused_options(task: Task) -> Iterator[ConfigError]:
-    """Yield an error for each option that the compiler refuses, for steps and for samples."""
     asked = {"training.compiler_options": task.training.compiler_options}
     if task.training.picture_every:
         asked["sampling.compiler_options"] = task.settings.sampling.compiler_options
@@ -260,7 +256,6 @@ def _refused_options(task: Task) -> Iterator[ConfigError]:
 
 
 def _undivided(training: TrainingSettings, mesh: jax.sharding.Mesh | None) -> list[ConfigError]:
-    """Return an error if the parts of a batch do not divide over the mesh."""
     ways = sharding.ways("B", sharding.mesh_shape(mesh))
     part = training.batch_size // training.gradient_accumulation_steps
     if part % ways == 0:
@@ -293,7 +288,6 @@ def opening(
 
 
 def _changes(checkpoints: Checkpoints, steps: int, plans: dict[str, ma.Plan]) -> Iterator[str]:
-    """Return the changes since the checkpoint."""
     before = checkpoints.facts["settings"]["training"]["steps"]
     if before != steps:
         follows = "a learning rate that depends on it follows the new one from here"

@@ -260,7 +260,6 @@ def _equation(eqn: Any) -> Work:
 
 
 def _jaxprs(value: Any) -> list[Any]:
-    """Find the jaxprs in a parameter of an equation."""
     if isinstance(value, list | tuple):
         return [found for each in value for found in _jaxprs(each)]
     inner = getattr(value, "jaxpr", value)

@@ -21,6 +21,7 @@ from maxattn.steps import resolve
 from maxattn.tools.xla_options import xla_options
 from maxattn.weights.replacing import replacing
 from maxattn_examples.common import hosts, pictures
+from maxattn_examples.sample import inputs
 from maxattn_examples.samplers import keys_of, sample
 
 from .step import Parts, Tree
@@ -47,7 +48,8 @@ class Samples:
         self.count = min(self.sampling.count, len(source))
         given = self._given(sharding.ways("B", sharding.mesh_shape(mesh)))
         latents = given.pop("latents").shape
-        self.noise = _noise(latents, self.sampling.seed)
+        noise = jax.random.normal(jax.random.key(self.sampling.seed), latents)
+        self.noise = jnp.moveaxis(noise, 1, -1)
         self.keys = keys_of(self.sampling.seed, latents[0])
         self.told = self._with_empty(given) if self.guided else given
         sampler = task.sampler.of_tokens(task.tokens(source.shapes))
@@ -100,10 +102,10 @@ class Samples:
         return path
 
     def _write(self, latents: np.ndarray, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _save(latents, path.with_suffix(".safetensors"), self.source)
+        file, source = path.with_suffix(".safetensors"), self.source
+        inputs.write(file, {"latents": latents}, source.model, source=source.kind)
         videos = latents if latents.ndim == 5 else latents[:, :, None]
-        if self.source.kind == "digits":
+        if source.kind == "digits":
             labels = [f"example {i}" for i in range(self.count)]
             pictures.contact_sheet(
                 np.stack([pictures.from_latents(v) for v in videos]), labels, path
@@ -123,35 +125,18 @@ def channels(videos: Latents) -> np.ndarray:
     chosen = np.unique(np.linspace(0, frames - 1, min(FRAMES, frames)).round().astype(int))
     rows = []
     for video in _grey(videos):
-        tiles = [_framed(_tiled(video[:, frame], across)) for frame in chosen]
-        rows.append(np.concatenate(tiles, axis=1))
+        tiles = (_tiled(video[:, frame], across) for frame in chosen)
+        framed = [np.pad(tile, GAP // 2, constant_values=255) for tile in tiles]
+        rows.append(np.concatenate(framed, axis=1))
     return np.concatenate(rows)
 
 
 def _grey(videos: Latents) -> np.ndarray:
-    """Scale each channel to 0..255."""
     mean, spread = (f(axis=(0, 2, 3, 4), keepdims=True) for f in (videos.mean, videos.std))
     return np.clip(127.5 + 42.5 * (videos - mean) / (spread + 1e-6), 0, 255).astype(np.uint8)
 
 
 def _tiled(image: np.ndarray, across: int) -> np.ndarray:
-    """Lay out the channels of an image in a grid."""
     c, h, w = image.shape
     tiles = image.reshape(c // across, across, h, w).swapaxes(1, 2)
     return tiles.reshape(c // across * h, across * w)
-
-
-def _framed(image: np.ndarray) -> np.ndarray:
-    return np.pad(image, GAP // 2, constant_values=255)
-
-
-def _noise(shape: tuple[int, ...], seed: int) -> jax.Array:
-    return jnp.moveaxis(jax.random.normal(jax.random.key(seed), shape), 1, -1)
-
-
-def _save(latents: np.ndarray, path: Path, source: Examples) -> None:
-    from safetensors.numpy import save_file
-
-    metadata = {"model": source.model, "scaled": "true", "source": source.kind}
-    with replacing(path) as beside:
-        save_file({"latents": np.ascontiguousarray(latents)}, beside, metadata=metadata)

@@ -156,7 +156,9 @@ class Parts:
 
     def __init__(self, model: nnx.Module, lora_rank: int) -> None:
         self.graph, trained, fixed = nnx.split(model, _kind(lora_rank), ...)
-        self._trained, self._fixed = (jax.tree.map(_shape, state) for state in (trained, fixed))
+        self._trained, self._fixed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (trained, fixed)
+        )
 
     def model(self, trained: Tree, fixed: Tree) -> Any:
         """Merge parameters into the model."""
@@ -227,10 +229,6 @@ def _first(trained: Tree, optimizer: optax.GradientTransformation, averaged: boo
 
 def _kind(lora_rank: int) -> type[nnx.Variable]:
     return nnx.LoRAParam if lora_rank else nnx.Param
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _placed(x: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -57,7 +57,9 @@ def errors(settings: Settings) -> Iterator[ConfigError]:
     """Yield an error for each reason why the named expert, or none, cannot be trained."""
     training, folder = settings.training, settings.model.folder
     if folder is not None:
-        problems = [*_absent(settings), *pipeline_errors(Path(folder), "wan")]
+        repository = settings.model.repository or REPOSITORIES["wan"]
+        problems = [*absent(folder, repository=repository)]
+        problems += pipeline_errors(Path(folder), "wan")
         yield from problems
         if problems:
             return
@@ -73,7 +75,6 @@ def errors(settings: Settings) -> Iterator[ConfigError]:
 
 
 def _boundary_errors(settings: Settings) -> Iterator[ConfigError]:
-    """Yield an error for a missing or unknown expert, and for a boundary unlike the folder's."""
     training, at, folder = settings.training, boundary(settings), settings.model.folder
     if training.expert is None and at is not None:
         rule = "the model has two transformers, which are trained one at a time"
@@ -108,7 +109,6 @@ def _one_transformer(settings: Settings) -> tuple[str, str] | None:
 
 
 def _folder_errors(expert: str, folder: Path) -> Iterator[ConfigError]:
-    """Yield an error if a folder has the other transformer's weights, or lacks the expert's."""
     own, (other,) = PARTS[expert], (x for name, x in PARTS.items() if name != expert)
     is_pipeline = (folder / FIRST).is_dir() or (folder / SECOND).is_dir()
     if is_pipeline and not (folder / own).is_dir():
@@ -117,12 +117,6 @@ def _folder_errors(expert: str, folder: Path) -> Iterator[ConfigError]:
     if not is_pipeline and folder.name == other:
         rule, remedy = f"{expert} is trained, which is {own}", f"give the folder above, or {own}"
         yield ConfigError("model.folder", folder, rule, remedy)
-
-
-def _absent(settings: Settings) -> Iterator[ConfigError]:
-    """Yield an error if the folder does not exist, with the repository of the model."""
-    model = settings.model
-    yield from absent(model.folder or "", repository=model.repository or REPOSITORIES["wan"])
 
 
 def name_errors(name: str | None, folder: Path) -> Iterator[ConfigError]:

@@ -20,7 +20,6 @@ Source: Wan 2.1 and 2.2, https://arxiv.org/abs/2503.20314; parameter names are t
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, ClassVar, overload
 
 import jax
@@ -193,17 +192,17 @@ class WanTransformer3D(nnx.Module):
         grid = self._grid(latents)
         check_call(latents, t, grid, cache, forcing, self.sizes.num_layers)
         kv = self.encode(text, image) if text is not None else kv
-        rope = partial(self._rope, grid[1:])
+
+        def rope(frames: Any) -> ma.Rotary:
+            sizes = self.sizes
+            return ma.rope_3d(sizes.attention_head_dim, frames, *grid[1:], theta=sizes.rope_theta)
+
         view = view_of(grid[0], rope, cache, forcing, self.mesh, positions)
         x, time = self._tokens(latents, _times(t, grid[0]), view, forcing)
         x, cache = self._layers(x, time, kv, view)
         e = view.noisy(time.embedding)
         velocity = self._head(view.noisy(x), e, grid)
         return velocity if cache is None else (velocity, cache)
-
-    def _rope(self, sides: tuple[int, int], frames: Any) -> ma.Rotary:
-        sizes = self.sizes
-        return ma.rope_3d(sizes.attention_head_dim, frames, *sides, theta=sizes.rope_theta)
 
     def _tokens(
         self, latents: Latents, t: Float[Array, "B F"], view: View, forcing: Forcing | None
@@ -264,7 +263,6 @@ class WanTransformer3D(nnx.Module):
         return rearrange(x, "B (F H W) (f h w C) -> B (F f) (H h) (W w) C", **counts)
 
     def _grid(self, latents: Latents) -> tuple[int, int, int]:
-        """Count the tokens along frames, rows and columns."""
         (_, *sides, channels), sizes = latents.shape, self.sizes
         value = f"shape {tuple(latents.shape)}"
         if channels != sizes.in_channels:

@@ -145,7 +145,6 @@ class WanTask(LatentTask):
 
 
 def _conditioned(x: Float[Array, "B F h w C"], examples: Arrays) -> Array:
-    """Append the channels of an image-to-video condition to those of a clip."""
     if "condition" not in examples:
         return x
     return jnp.concatenate([x, channels_last(examples["condition"].astype(x.dtype))], axis=-1)
