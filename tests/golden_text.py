@@ -33,10 +33,12 @@ def check_golden(name: str, text: str) -> None:
     assert text == found[name]
 
 
-def check_refused(name: str, error: type[Exception], call: Callable[[], Any]) -> None:
+def check_refused(
+    name: str, error: type[Exception], call: Callable[..., Any], *args: Any, **how: Any
+) -> None:
     """Fail unless a call raises this error with the golden text."""
     with pytest.raises(error) as caught:
-        call()
+        call(*args, **how)
     check_golden(name, str(caught.value))
 
 

@@ -126,9 +126,7 @@ def test_a_mesh_that_is_not_there_is_logged_once(
 @pytest.mark.parametrize(
     ("fallback", "level"), [("warn", logging.WARNING), ("allow", logging.INFO)]
 )
-def test_a_fallback_is_never_silent(
-    fallback: str, level: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fallback_is_never_silent(fallback: str, level: int, caplog: pytest.LogCaptureFixture):
     config = ma.AttentionConfig(attention="cudnn_flash_te", fallback=fallback)
     x = jax.ShapeDtypeStruct((1, 24, 4, 16), jnp.float32)
     plan = ma.plan(ma.Call.of(x, x), config, target=ma.Target.named("cpu"))

@@ -28,9 +28,7 @@ def test_the_newest_comes_first_and_one_of_each_minor_version(tmp_path: Path) ->
     assert newest.newer(made.values(), (3, 13)) == []
 
 
-def test_without_a_newer_python_nothing_runs_and_that_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_newer_python_nothing_runs_and_that_is_said(monkeypatch, capsys) -> None:
     monkeypatch.delenv("MAXATTN_NEWEST_PYTHON", raising=False)
     monkeypatch.setattr(newest, "found", lambda: [])
     assert newest.main() == 0

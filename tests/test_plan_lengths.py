@@ -89,9 +89,7 @@ def test_positions_beyond_int32_are_refused(length: int) -> None:
 
 
 @pytest.mark.parametrize("mask", [M.Causal(1), VIDEO.bind(LONG, LONG), M.LocalWindow(3, 1, -9)])
-def test_counts_of_rows_at_a_time_are_those_of_all(
-    mask: M.Mask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_of_rows_at_a_time_are_those_of_all(mask: M.Mask, monkeypatch: pytest.MonkeyPatch):
     whole = mask.block_map(7, 5, 100, 93), mask.allowed_pairs(100, 93)
     for rows in (1, 7, 8, 40, 99):
         monkeypatch.setattr("maxattn.masks.row_runs.ROWS", rows)

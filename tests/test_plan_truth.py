@@ -115,9 +115,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(blockwise: bool) -> None:
     assert (one == many).mean() > 0.98
 
 
-def test_a_plan_met_before_logging_is_set_up_is_logged_after(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_plan_met_before_logging_is_set_up_is_logged_after(caplog: pytest.LogCaptureFixture):
     q, k, v = qkv(length=29)
     caplog.set_level(logging.ERROR, logger="maxattn")
     ma.attention(q, k, v)
@@ -127,9 +125,7 @@ def test_a_plan_met_before_logging_is_set_up_is_logged_after(
     assert [r.levelname for r in caplog.records] == ["INFO"]
 
 
-def test_process_0_alone_logs(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_0_alone_logs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with caplog.at_level(logging.INFO, logger="maxattn"):
         q, k, v = qkv(length=28)

@@ -161,9 +161,7 @@ def test_jax_s_names_of_devices_are_known(spelling: str) -> None:
         ("AMD Radeon RX 7900 XTX", "amd", 132, 128, 128),
     ],
 )
-def test_a_gpu_has_the_facts_of_its_family(
-    kind: str, family: str, sms: int, cudnn: int, fa4: int
-) -> None:
+def test_a_gpu_has_the_facts_of_its_family(kind: str, family: str, sms: int, cudnn: int, fa4: int):
     its = device_of(kind)
     assert (its.family.name, its.sms) == (family, sms)
     assert (limits.head_limit(its), problem.head_limit(its)) == (cudnn, fa4)

@@ -156,9 +156,7 @@ def case(
 
 @pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "mask"), list(zip(TOPOLOGIES, MASKS, strict=True)))
-def test_tpu_flash_compiles_on_each_chip(
-    compiler: Compiler, kind: str, mask: str, training: bool
-) -> None:
+def test_tpu_flash_compiles_on_each_chip(compiler: Compiler, kind: str, mask: str, training: bool):
     found = compiler.compile(case(kind, FlashBlockSizes(), call(75_600), mask, training))
     assert found["message"] == ""
 

@@ -64,9 +64,7 @@ def test_log_records_are_printable(odd: str, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_commands_print_what_is_printable(
-    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_commands_print_what_is_printable(odd: str, tmp_path: Path, monkeypatch, capsys: Any):
     word = ODD[odd]
     for words in ([word], ["check", f"--{word}"], ["explain", f"--shape={word}"]):
         assert main(words) in (1, 2)

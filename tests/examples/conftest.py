@@ -67,13 +67,7 @@ def one_writer_of_replicas() -> None:
 def small_settings(folder: Path) -> Settings:
     """Return settings for a model of one narrow block, three training steps, and a folder."""
     training = SHORT | {"output_dir": str(folder)}
-    return Settings.model_validate(
-        {
-            "model": SMALL,
-            "data": DATA,
-            "training": training,
-        }
-    )
+    return Settings.model_validate({"model": SMALL, "data": DATA, "training": training})
 
 
 @pytest.fixture

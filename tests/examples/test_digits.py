@@ -66,9 +66,7 @@ def test_wrong_settings_are_refused_with_a_remedy(override: str):
     ("override", "word"),
     [("prompt=a cat moving left", "'cat'"), ("batch_size=9", "8 devices"), ("stepss=1", "stepss")],
 )
-def test_a_mistake_ends_with_a_message(
-    override: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_mistake_ends_with_a_message(override: str, word: str, tmp_path: Path, monkeypatch):
     program = str(ROOT / "examples" / "digits.py")
     words = [*SHORT, f"output_dir={tmp_path}", "ici_fsdp_parallelism=8", override]
     monkeypatch.setattr(sys, "argv", [program, str(CONFIG), *words])
@@ -126,9 +124,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_short_run_over_eight_devices_draws_and_one_device_draws_the_same_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_short_run_over_eight_devices_draws_and_one_device_draws_the_same_again(tmp_path, capsys):
     where = ["ici_data_parallelism=1", f"output_dir={tmp_path}"]
     spread = settings_of(*SHORT, *where, "ici_fsdp_parallelism=2", "ici_context_parallelism=4")
     settings = settings_of(*SHORT, f"output_dir={tmp_path}")

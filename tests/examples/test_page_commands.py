@@ -52,9 +52,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("where", "command"), list(unrun()), ids=lambda text: text.split()[0])
-def test_an_unrun_command_is_one(
-    where: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unrun_command_is_one(where: str, command: str, monkeypatch, capsys) -> None:
     words = shlex.split(command, comments=True)
     if ">" in words:
         words = words[: words.index(">")]
@@ -95,9 +93,7 @@ OWN = {"flux": "flux.yml", "sdxl": "sdxl.yml", "wan": "wan_1_3b.yml"}
 
 @pytest.mark.parametrize("family", FOREIGN)
 @pytest.mark.parametrize("verb", ["train", "generate"])
-def test_help_is_of_its_own_family(
-    verb: str, family: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_is_of_its_own_family(verb: str, family: str, monkeypatch, capsys) -> None:
     script = ROOT / "examples" / f"{verb}.py"
     monkeypatch.setattr(sys, "argv", [script.name, family, "--help"])
     with pytest.raises(SystemExit) as end:

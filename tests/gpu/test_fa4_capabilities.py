@@ -65,9 +65,7 @@ def asks(capability: str, call: ma.Call, mask: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_head_dims_masks_and_shared_heads(
-    capability: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_dims_masks_and_shared_heads(capability: str, dtype: str, monkeypatch) -> None:
     target, wrong = target_of(capability), []
     for head_dim, kv_heads, mask in product(HEAD_DIMS, (8, 2), MASKS):
         sizes: dict[str, Any] = {"head_dim": head_dim, "kv_heads": kv_heads, "dtype": dtype}
@@ -81,9 +79,7 @@ def test_head_dims_masks_and_shared_heads(
 
 
 @pytest.mark.parametrize("capability", [c for c in CAPABILITIES if c not in ("7.5", "9.0", "11.0")])
-def test_the_kernels_of_what_is_taken_can_be_made(
-    capability: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_of_what_is_taken_can_be_made(capability: str, monkeypatch: pytest.MonkeyPatch):
     """The kernels' own assertions pass too; those of the Hopper forward need a GPU."""
     kernels, target = library(), target_of(capability)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])

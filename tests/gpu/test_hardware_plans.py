@@ -159,9 +159,7 @@ LENGTHS = M.KeyPadding(np.full(2, 5)).form()
         (HOPPER, 128, 256, LENGTHS),  # batch rows share the axis
     ],
 )
-def test_sums_beyond_int32_are_refused(
-    target: ma.Target, head_dim: int, width: int, mask: M.Mask
-) -> None:
+def test_sums_beyond_int32_are_refused(target: ma.Target, head_dim: int, width: int, mask: M.Mask):
     most = (2**31 - 1) // width - 256
     assert flash(2, most, head_dim, target, mask=mask) == "flash"
     with pytest.raises(Unsupported, match="at most 2147483647 numbers"):

@@ -51,9 +51,7 @@ def in_band(left: int | None, right: int | None, t: int, s: int, move: int = 0) 
 
 @pytest.mark.parametrize("length", ["64", "odd", "cross"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_other_gpus_are_given_what_the_mask_allows(
-    name: str, length: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_gpus_are_given_what_the_mask_allows(name: str, length: str, monkeypatch) -> None:
     """They get a window over queries and keys, and a test of pairs by intervals and ids."""
     inputs = inputs_of(name, length)
     if not isinstance(split_mask(inputs.mask), SplitMask):

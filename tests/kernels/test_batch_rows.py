@@ -151,9 +151,7 @@ def test_calls_that_stay_as_they_are() -> None:
      ("flash", "gpu", 64, True), ("dot_product", "tpu", 16, True), ("flash", "tpu", 1560, False),
      ("tpu_flash", "tpu", 1024, False)],
 )  # fmt: skip
-def test_blocks_that_fill_tiles_are_rows(
-    kernel: str, platform: Any, tokens: int, as_rows: bool
-) -> None:
+def test_blocks_that_fill_tiles_are_rows(kernel: str, platform: Any, tokens: int, as_rows: bool):
     """Several short blocks fit into one tile, and on a TPU batch rows would be padded to tiles."""
     mask = M.Segments.of_lengths((tokens,) * 8).bind(8 * tokens, 8 * tokens)
     call = ma.Call(1, 8 * tokens, 8 * tokens, 4, 4, 64, "bfloat16", mask)

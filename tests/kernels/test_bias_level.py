@@ -210,9 +210,7 @@ def test_mapped_biases_have_levels_of_their_own() -> None:
 
 @pytest.mark.parametrize("mask", SPARSE)
 @pytest.mark.parametrize("at_once", [1, 4 * S * N, 2**24])
-def test_levels_in_chunks_of_queries(
-    mask: str, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levels_in_chunks_of_queries(mask: str, at_once: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bias_level, "PAIRS_AT_ONCE", at_once)
     bias, bound = _far((1, N, 1, S), -1e9).astype(np.float32), SPARSE[mask].bind(S, S)
     allowed = np.asarray(bound.allowed(np.arange(S), np.arange(S)))

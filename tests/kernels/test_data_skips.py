@@ -144,9 +144,7 @@ def test_what_one_batch_row_leaves_empty_is_not_read(name: str) -> None:
     assert np.isfinite(np.asarray(ma.attention(q, k, v, mask=MASKS[name], config=CONFIG))).all()
 
 
-def test_packed_sequences_compute_the_chunks_of_their_segments_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_packed_sequences_compute_the_chunks_of_their_segments_alone(monkeypatch) -> None:
     """Eight segments of 64 in chunks of 16: 8 x 4 x 4 of 32 x 32, forward and backward."""
     length, calls = 8 * 64, []
     scores = tiles.ChunkedInputs.scores

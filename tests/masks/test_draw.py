@@ -87,9 +87,7 @@ def test_plot_shows_the_mask(tmp_path: Path) -> None:
     assert middle[5, -5] > 0.9
 
 
-def test_without_matplotlib_the_remedy_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = builtins.__import__
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:

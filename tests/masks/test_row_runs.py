@@ -75,9 +75,7 @@ PLANNED = [
 
 
 @pytest.mark.parametrize(("name", "devices"), PLANNED)
-def test_plans_of_ten_million_tokens_take_few_steps(
-    name: str, devices: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_of_ten_million_tokens_take_few_steps(name: str, devices: int | None, monkeypatch):
     """The test counts computed rows and function calls instead of measuring time."""
     rows, intervals = 0, M.Mask.intervals
 

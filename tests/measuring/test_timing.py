@@ -84,9 +84,7 @@ def programs() -> list[TimedProgram]:
     return made
 
 
-def test_the_record_has_the_seconds_of_a_call(
-    programs: list[TimedProgram], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_record_has_the_seconds_of_a_call(programs: list[TimedProgram], caplog) -> None:
     assert [program.record for program in programs] == ["jit_dear", "jit_cheap_one"]
     dear, cheap = seconds_by_record(programs, 5)
     assert len(dear) == len(cheap) == 5 and min(*dear, *cheap) > 0 and not caplog.records

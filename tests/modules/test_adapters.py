@@ -128,9 +128,7 @@ def sown(module: nnx.MultiHeadAttention, mask: Any) -> tuple[jax.Array, jax.Arra
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])
-def test_weights_are_sown_and_said_to_be_dense(
-    kv_heads: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_are_sown_and_said_to_be_dense(kv_heads: int | None, caplog) -> None:
     adapters._say_dense.cache_clear()
     mask = nnx.make_causal_mask(jnp.ones((2, T)))
     with caplog.at_level(logging.WARNING, logger="maxattn"):
@@ -311,9 +309,7 @@ def test_flaxs_call_hands_positions_on() -> None:
     ("batch", "shape"),
     [((2,), None), ((2,), (T,)), ((2,), (1, T)), ((2,), (2, T)), ((), (T,)), ((2, 3), (2, 3, T))],
 )
-def test_positions_turn_queries_and_keys(
-    batch: tuple[int, ...], shape: tuple[int, ...] | None
-) -> None:
+def test_positions_turn_queries_and_keys(batch: tuple[int, ...], shape: tuple[int, ...] | None):
     rng = np.random.default_rng(2)
     q, k, v = rng.standard_normal((3, *batch, T, N, H), np.float32)
     at = None if shape is None else rng.integers(-9, 90, shape, np.int32)

@@ -119,9 +119,7 @@ def test_modules_give_the_same_with_it(qk_norm: str | None, policy: Any, runs: A
         ("rms_norm_across_heads", {"fsdp": 2, "context": 4}),
     ],
 )
-def test_on_a_mesh_every_device_takes_its_rows(
-    qk_norm: str, axes: dict[str, int], runs: Any
-) -> None:
+def test_on_a_mesh_every_device_takes_its_rows(qk_norm: str, axes: dict[str, int], runs: Any):
     mesh = auto_mesh(np.array(jax.devices()).reshape(tuple(axes.values())), tuple(axes))
     graph, state = nnx.split(module(qk_norm, mesh))
     same_as_by_xla(lambda s, x: nnx.merge(graph, s)(x, rotary_emb=ROTARY), state, X)
@@ -210,9 +208,7 @@ def test_the_plan_prints_it(runs: Any, caplog: pytest.LogCaptureFixture) -> None
     assert "norm and rotary embedding by XLA, step by step: the kernel needs an RMS norm" in steps
 
 
-def test_without_a_mesh_on_several_devices_xla_does_it(
-    runs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_mesh_on_several_devices_xla_does_it(runs: Any, monkeypatch: pytest.MonkeyPatch):
     """Inputs may be split over devices, and XLA would gather them for the kernel."""
     mesh = ma.AttentionConfig().make_mesh(jax.devices()[:1])
     monkeypatch.setattr(jax, "device_count", lambda: 2)

@@ -24,7 +24,7 @@ import maxattn as ma
 from maxattn import weights
 from maxattn.errors import MeshError, WeightsError
 from maxattn.sharding import on_axes, parameter_shardings, place
-from tests.golden_text import check_golden
+from tests.golden_text import check_golden, check_refused
 from tests.modules.reference import called, params_of
 from tests.reference import error
 
@@ -187,9 +187,8 @@ def test_a_stack_that_files_cannot_number_is_refused(name: str) -> None:
 
 def test_a_mesh_axis_that_would_split_two_axes_is_refused_and_the_remedy_works() -> None:
     twice = {"transform_metadata": {nnx.PARTITION_NAME: "fsdp"}}
-    with pytest.raises(MeshError) as caught:
-        place(stacked(layer, 4, how=twice)(nnx.Rngs(0)), mesh_of())
-    check_golden("place/layers_over_an_axis_of_the_kernel", str(caught.value))
+    given = stacked(layer, 4, how=twice)(nnx.Rngs(0)), mesh_of()
+    check_refused("place/layers_over_an_axis_of_the_kernel", MeshError, place, *given)
     place(stacked(layer, 4, how=NAMED)(nnx.Rngs(0)), mesh_of())
 
 

@@ -51,9 +51,7 @@ def test_lora_is_added_to_its_projections_alone(alpha: float | None, share: floa
     assert set(merged) == set(LAYERS)
 
 
-def test_an_alpha_that_a_dict_has_lost_is_logged(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_an_alpha_that_a_dict_has_lost_is_logged(caplog: pytest.LogCaptureFixture, tmp_path: Path):
     caplog.set_level("INFO")
     weights.merge_lora(model_of(0), lora(alpha=2.0))
     weights.merge_lora(model_of(0), {f"{Q}.diff": np.zeros((16, 16), np.float32)})

@@ -152,9 +152,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_a_full_disk_leaves_the_earlier_file_and_is_said_with_the_path(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_the_earlier_file_and_is_said_with_the_path(kind: str, tmp_path: Path):
     path, write = tmp_path / f"a.{kind}", WRITERS[kind]
     write(path)
     held = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}

@@ -87,9 +87,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [*product(SHARDS, SHARDS)])
-def test_a_save_that_is_cut_off_leaves_one_whole_save(
-    before: str, after: str, tmp_path: Path
-) -> None:
+def test_a_save_that_is_cut_off_leaves_one_whole_save(before: str, after: str, tmp_path: Path):
     """It is interrupted before any of its steps; the next save leaves nothing behind."""
     seen = []
     for step in count():
@@ -128,9 +126,7 @@ def test_twice_cut_off(tmp_path: Path) -> None:
             assert len(read_all(folder)) == 1
 
 
-def test_where_a_file_has_but_one_name_it_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_file_has_but_one_name_it_is_copied(tmp_path: Path, monkeypatch) -> None:
     def refused(*args: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 

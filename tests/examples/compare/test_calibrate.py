@@ -30,9 +30,7 @@ def measured(folder: Path, options: list[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("batched", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_a_curve_is_measured_and_taken_by_the_same_run(
-    batched: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_curve_is_measured_and_taken_by_the_same_run(batched: str, tmp_path: Path, capsys):
     folder, options = prepared(tmp_path)
     found = measured(folder, options, f"guidance_batched={batched}")
     ratios = np.array(found["ratios"])

@@ -121,9 +121,7 @@ def test_a_row_has_the_facts_that_its_drift_depends_on(name: str, tmp_path: Path
         ((), "there is no way of sampling to compare with the dense one"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
-    words: tuple[str, ...], says: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_compared_is_refused(words: tuple[str, ...], says: str, tmp_path: Path):
     folder, options = prepared(tmp_path)
     given = (word.replace("PATH", str(tmp_path)) for word in words)
     with pytest.raises(MaxattnError, match=re.escape(says)):

@@ -142,9 +142,7 @@ def test_clips_that_do_not_fit_the_model_are_refused():
 
 
 @pytest.mark.slow
-def test_a_run_from_training_to_pictures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_from_training_to_pictures(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(stream_demo, "TorusJudge", lambda *_: judge())
     settings = Settings.from_yaml(CONFIG, [*SMALL, f"output_dir={tmp_path}"])
     model, losses = train(settings)

@@ -90,9 +90,7 @@ def test_a_curve_is_taken_by_the_run_that_it_is_of(tmp_path: Path) -> None:
         with_curve(fast, lambda: facts)
 
 
-def test_a_second_transformer_has_settings_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_transformer_has_settings_of_its_own(tmp_path: Path, capsys) -> None:
     folder, options = prepared(tmp_path, "wan_a14b")
     words = (*options, "num_inference_steps=9", "fast.cache.interval=3", "fast_2.preset=gentle")
     run(folder, "wan_a14b", *words)
@@ -248,12 +246,7 @@ def test_a_pipeline_reuses_on_a_mesh(plain: Plain, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("order", but([0, 1], [1]))
-def test_no_more_is_kept_than_is_printed(
-    order: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_more_is_kept_than_is_printed(order: int, tmp_path: Path, capsys, monkeypatch) -> None:
     _, options = told(tmp_path, "wan")
     live: list[int] = []
 
@@ -303,9 +296,7 @@ def test_some_steps_have_other_attention(plain: Plain, capsys: pytest.CaptureFix
         run(folder, "wan", *options, words.format("cudnn"))
 
 
-def test_each_prediction_has_devices_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_prediction_has_devices_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, options = prepared(tmp_path)
     one = ("ici_fsdp_parallelism=1", "ici_context_parallelism=8", "guidance_batched=false")
     apart = run(folder, "wan", *options, *one)
@@ -318,9 +309,7 @@ def test_each_prediction_has_devices_of_its_own(
     check(spread, apart)
 
 
-def test_a_plan_for_another_machine_has_seconds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_for_another_machine_has_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A golden text for Wan 1.3B at 480p on an H200, without its weights."""
     sizes = vars(SIZES["wan-2.1-t2v-1.3b"]) | {"_class_name": "WanTransformer3DModel"}
     (tmp_path / "config.json").write_text(json.dumps(sizes))

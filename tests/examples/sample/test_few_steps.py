@@ -69,9 +69,7 @@ def test_meshes_and_batches_draw_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batched", ["true", "false"])
-def test_the_second_transformer_without_guidance_has_one_branch(
-    batched: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_second_transformer_without_guidance_has_one_branch(batched: str, tmp_path, capsys):
     """Its latents equal those with a guidance of almost no effect, in half the forwards."""
     folder, options = prepared(tmp_path, "wan_a14b")
     mesh = ("ici_fsdp_parallelism=1", "ici_context_parallelism=8")
@@ -85,9 +83,7 @@ def test_the_second_transformer_without_guidance_has_one_branch(
     assert "guidance 1\n" in capsys.readouterr().out
 
 
-def test_lora_of_few_steps_is_refused_with_other_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lora_of_few_steps_is_refused_with_other_settings(tmp_path: Path, capsys, monkeypatch):
     """A run that follows the remedies succeeds."""
     monkeypatch.chdir(tmp_path)
     folder, options = prepared(Path())

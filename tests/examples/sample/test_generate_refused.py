@@ -21,7 +21,7 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError, WeightsError
 from tests.fixtures import make_diffusers as made
 from tests.fixtures import make_pipelines as runs
-from tests.golden_text import check_golden
+from tests.golden_text import check_golden, check_refused
 
 from .pipelines import EXACT, draw, pipeline, sizes_of, told
 
@@ -280,14 +280,10 @@ def test_without_torch(message: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         change_json("vae/config.json", block_out_channels=None, _class_name="AutoencoderKL")
         change_json(INDEX, _class_name=kind)
     save_file({"latents": np.ones((1, 4, 3, 4, 6), np.float32)}, "latents.safetensors")
-    with pytest.raises(ConfigError) as error:
-        run_command(command, *words)
-    check_golden(f"generate/{message}", str(error.value))
+    check_refused(f"generate/{message}", ConfigError, lambda: run_command(command, *words))
 
 
-def test_a_device_that_torch_lacks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_torch_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every command that uses torch refuses it before a model is loaded."""
 
     def zeros(_: int, device: str) -> None:
@@ -317,9 +313,7 @@ def run_command(command: str, *words: str, folder: str = ".") -> None:
     program.main(program.arguments_of([folder, *words]))
 
 
-def test_decode_and_embed_name_every_missing_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_and_embed_name_every_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     texts = []

@@ -26,7 +26,7 @@ from maxattn_examples.samplers.schedule import drawn
 
 from maxattn.errors import InputError
 from tests.fixtures import make_samplers as made
-from tests.golden_text import check_golden
+from tests.golden_text import check_refused
 
 from .test_samplers import SDXL, folder_of
 
@@ -86,9 +86,8 @@ def test_the_last_step_and_deterministic_samplers_draw_none() -> None:
 
 
 def test_without_keys_it_is_refused() -> None:
-    with pytest.raises(InputError) as error:
-        sample(model, jnp.ones(SHAPE), SCHEDULES["lcm"])
-    check_golden("samplers/without_keys", str(error.value))
+    given = model, jnp.ones(SHAPE), SCHEDULES["lcm"]
+    check_refused("samplers/without_keys", InputError, sample, *given)
 
 
 def test_files_of_schedulers_that_re_noise_are_read(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from maxattn.errors import ConfigError, InputError
 from tests.closeness import distance
 from tests.examples.parity import part
 from tests.fixtures import make_samplers as made
-from tests.golden_text import check_golden
+from tests.golden_text import check_refused
 from tests.packages import skip_without
 
 CASES = made.cases()
@@ -188,15 +188,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_not_supported_is_said(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_supported_is_said(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said, family, how = WRONG[case]
     monkeypatch.chdir(tmp_path)
     folder_of(tmp_path, **said)
-    with pytest.raises(ConfigError) as error:
-        read(".", family, **how)
-    check_golden(f"samplers/{case}", str(error.value))
+    check_refused(f"samplers/{case}", ConfigError, lambda: read(".", family, **how))
 
 
 LINE = np.linspace(1.0, 0.0, 5)
@@ -226,9 +222,7 @@ def taken(i: Any) -> Any:
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_has_no_schedule_is_refused(case: str) -> None:
-    with pytest.raises(InputError) as error:
-        BAD[case]()
-    check_golden(f"samplers/schedule_{case}", str(error.value))
+    check_refused(f"samplers/schedule_{case}", InputError, BAD[case])
 
 
 def test_a_traced_step_beyond_the_last_is_nan() -> None:
@@ -265,9 +259,7 @@ def test_a_model_with_scanned_layers_is_passed_itself_or_cloned() -> None:
     model = Scanned()
     drawn = partial(sample, noise=jnp.ones((2, 4)), schedule=flow_euler(2))
     np.testing.assert_array_equal(drawn(model), drawn(lambda x, t: nnx.clone(model)(x, t)))
-    with pytest.raises(InputError) as error:
-        drawn(lambda x, t: model(x, t))
-    check_golden("samplers/scanned_layers", str(error.value))
+    check_refused("samplers/scanned_layers", InputError, lambda: drawn(lambda x, t: model(x, t)))
 
 
 def test_the_example_of_sample_runs() -> None:

@@ -199,9 +199,7 @@ BAD: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_files_that_do_not_fit_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_do_not_fit_are_refused(name: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("maxattn_examples.stream.reel.secrets.token_hex", lambda _: "00000000")
     run, folder = usual(), Path("kept")

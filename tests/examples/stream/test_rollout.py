@@ -119,9 +119,7 @@ def test_no_program_copies_the_cache(stage: str) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_clean_pass_the_first_block_keeps_its_last_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_clean_pass_the_first_block_keeps_its_last_step(monkeypatch: pytest.MonkeyPatch):
     """The earlier steps write nothing, but the cache is as if each had."""
     how = replace(HOW, clean_pass=False)
     run, writing = rollout(how=how), rollout(how=how)

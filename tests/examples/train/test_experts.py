@@ -95,9 +95,7 @@ def test_times_far_from_all_that_are_likely_stay_in_the_range(mean: float):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("expert", ONE)
-def test_an_expert_learns_as_a_plain_loop_does(
-    expert: str, tmp_path: Path, pipeline: Path, data: str
-):
+def test_an_expert_learns_as_a_plain_loop_does(expert: str, tmp_path, pipeline: Path, data: str):
     """Losses and parameters equal those of a plain loop on its own weights, at its own times."""
     said = settings(tmp_path / "run", pipeline, data, expert, steps=3)
     model, losses = begin(said).run()
@@ -217,9 +215,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str | None, str | None, dict[str, Any]
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_an_expert_that_is_not_there_or_not_named(
-    case: str, tmp_path: Path, pipeline: Path, data: str
-):
+def test_an_expert_that_is_not_there_or_not_named(case: str, tmp_path, pipeline: Path, data: str):
     model, part, text, training = REFUSALS[case]
     if text is not None:
         (pipeline / "model_index.json").write_text(text)

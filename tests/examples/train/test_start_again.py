@@ -31,9 +31,7 @@ def holds(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_its_first_checkpoint_replaces_those_of_the_run_before(
-    ran: Ran, copied: Settings, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_first_checkpoint_replaces_those_of_the_run_before(ran: Ran, copied: Settings, capsys):
     folder = Path(copied.training.output_dir)
     _, losses = train(again(copied))
     said = capsys.readouterr().out.replace(str(folder), "FOLDER").splitlines()

@@ -18,7 +18,7 @@ import maxattn as ma
 from maxattn import weights
 from maxattn.errors import WeightsError
 from tests.fixtures import make_diffusers as made
-from tests.golden_text import check_golden
+from tests.golden_text import check_golden, check_refused
 
 # Parameters of Wan's own code, and diffusers' names of the same: written a second time, by hand.
 NAMES = {
@@ -118,9 +118,7 @@ def test_what_does_not_fit_is_named_by_our_names(case: str) -> None:
         held = {f"generator.model.{name}": x for name, x in held.items()}
         del held["generator.model.blocks.1.ffn.2.weight"]
         held["generator.model._cls_pred_branch.0.weight"] = np.zeros(3, np.float32)
-    with pytest.raises(WeightsError) as error:
-        weights.load_diffusers(got, held)
-    check_golden(f"weights/original_names_{case}", str(error.value))
+    check_refused(f"weights/original_names_{case}", WeightsError, weights.load_diffusers, got, held)
     assert same(got, model(1)), "a refusal changes nothing"
 
 

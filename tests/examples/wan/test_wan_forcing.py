@@ -26,7 +26,7 @@ from maxattn.config import ConfigErrors
 from maxattn.errors import ConfigError
 from maxattn.masks import Full, TeacherForcing, VideoMask
 from tests.examples.train.made import I2V, WAN, begin, drawn, folder, wan
-from tests.golden_text import check_golden
+from tests.golden_text import check_refused
 from tests.waiting import but
 
 FRAMES = 4
@@ -99,24 +99,23 @@ def test_an_exported_folder_names_the_frames_of_a_block(tmp_path: Path):
     assert frames_per_block(tmp_path / "b" / "transformer") is None
 
 
-def test_pictures_of_whole_videos_are_refused():
-    with pytest.raises(ConfigError) as error:
-        TrainingSettings(forcing="teacher", picture_every=10)
-    check_golden("forcing/pictures", str(error.value))
-
-
 def test_clips_of_parts_of_blocks_are_refused(tmp_path: Path):
     data = folder(tmp_path / "data", "wan", latents=(4, 5, 4, 4))
-    with pytest.raises(ConfigErrors) as error:
-        begin(forced(tmp_path / "run", WAN, data, **TEACHER))
-    check_golden("forcing/part_of_a_block", str(error.value))
+    settings = forced(tmp_path / "run", WAN, data, **TEACHER)
+    check_refused("forcing/part_of_a_block", ConfigErrors, begin, settings)
 
 
-@pytest.mark.parametrize("how", ["none", "diffusion"])
-def test_context_without_clean_clips_is_refused(how: str):
-    with pytest.raises(ConfigError) as error:
-        TrainingSettings(forcing=how, context_noise=50.0, context_dropout=0.5)
-    check_golden(f"forcing/context_of_{how}", str(error.value))
+CONTEXT = {"context_noise": 50.0, "context_dropout": 0.5}
+REFUSED: dict[str, dict[str, Any]] = {
+    "pictures": {"forcing": "teacher", "picture_every": 10},
+    "context_of_none": {"forcing": "none", **CONTEXT},
+    "context_of_diffusion": {"forcing": "diffusion", **CONTEXT},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_of_other_forcing_are_refused(case: str):
+    check_refused(f"forcing/{case}", ConfigError, TrainingSettings, **REFUSED[case])
 
 
 # ---- on meshes -----------------------------------------------------------------------------------
