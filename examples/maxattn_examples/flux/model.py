@@ -151,7 +151,6 @@ class FluxTransformer2D(nnx.Module):
         return rearrange(x, "B (H W) (C h w) -> B (H h) (W w) C", **grid)
 
     def _layers(self, e: Array, rotary: ma.Rotary) -> Layers:
-        """Return the double blocks, then the single ones, as one sequence of layers."""
         double = ma.remat(FluxBlock.__call__, self.config)
         single = ma.remat(FluxSingleBlock.__call__, self.config)
 

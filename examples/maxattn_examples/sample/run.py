@@ -122,7 +122,6 @@ def start_of(task: SamplingTask, paths: Paths, mesh: Mesh | None) -> Start:
 
 
 def _told(task: SamplingTask, arrays: Arrays, mesh: Mesh | None) -> Start:
-    """Arrange the model's conditions in batch rows."""
     sampling = task.settings.sampling
     guided = sampling.guided
     if not guided:
@@ -215,7 +214,6 @@ def _computed(steps: Steps) -> str:
 def _fast_lines(
     task: SamplingTask, paths: Paths, start: Start, run: RunSteps, mesh: Mesh | None
 ) -> Iterator[str]:
-    """Describe which steps compute and reuse, their memory, and the known loss of accuracy."""
     table = run.steps.table(kept_bytes=_kept_bytes(task, start, run, mesh))
     if not table:
         return

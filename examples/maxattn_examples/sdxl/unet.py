@@ -174,7 +174,6 @@ class UNet(nnx.Module):
         return x
 
     def _transformers(self) -> Iterator[Transformer]:
-        """Yield the modules that attend to the text, in the order of the forward."""
         for level in (*self.down_blocks, self.mid_block, *self.up_blocks):
             yield from level.attentions
 

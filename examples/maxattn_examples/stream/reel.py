@@ -203,7 +203,6 @@ def _write(folder: Path, file: str, arrays: Mapping[str, Any], saved: Mapping[st
 
 
 def _begun(run: Rollout, saved: Mapping[str, Any], like: Any) -> Reel:
-    """Make an empty reel of the saved shapes."""
     cache, shape = saved["cache"], (saved["batch"], *run.sides)
     how: dict[str, Any] = {}
     if cache is not None:

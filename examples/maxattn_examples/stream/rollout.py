@@ -208,7 +208,6 @@ class Rollout:
         return replace(reel, frame=after, clean=reel.with_clean(x, self.stream.kept(after)))
 
     def _keep(self, reel: Reel, x: Latents) -> Reel:
-        """Append a clean block without sampling."""
         if reel.cache is not None:
             cache = self._cached(reel.cache, x, reel.told, reel.frame, None)
             reel = replace(reel, cache=cache)

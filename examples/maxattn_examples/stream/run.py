@@ -206,7 +206,6 @@ class StreamRun:
         return texts(self.folder, prompts, sampling.text_tokens, sampling.torch_device)
 
     def _begun(self, run: Rollout, told: Any) -> tuple[Reel, list[np.ndarray]]:
-        """Start the video, with the prefix if there is one."""
         rollout, prefix = self.settings.rollout, None
         if self.prefix is not None:
             prefix = inputs.read(self.prefix, "--prefix")["latents"].astype(np.float32)

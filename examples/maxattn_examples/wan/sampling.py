@@ -231,7 +231,6 @@ def _last(x: Float[Array, "B C ..."] | None) -> Float[Array, "B ... C"] | None:
 def _begun(
     first: Float[Array, "B 1 H W C"], x: Float[Array, "B F H W C"]
 ) -> Float[Array, "B F H W C"]:
-    """Replace the first frame of a video."""
     return jnp.concatenate([first, x[:, 1:]], axis=1)
 
 

@@ -115,7 +115,6 @@ class WanTask(LatentTask):
         return forcing.Noise(self._stream(latents), shift, context, dropped, more)
 
     def _stream(self, latents: tuple[int, ...]) -> ma.Stream:
-        """Return the stream for clips [B, F, h, w, C]."""
         _, height, width = self.sizes.patch_size
         return self.settings.rollout.stream(latents[2] // height * (latents[3] // width))
 
