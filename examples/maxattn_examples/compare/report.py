@@ -176,7 +176,8 @@ class Row:
             found["seconds"] = round(self.seconds, 3)
         every = {"drift": self.drift, "psnr": self.psnr, "step_error": self.steps}
         every |= {name: x.clips for name, x in self.scores.items()}
-        found |= {n: np.round(np.float64(x), 6).tolist() for n, x in every.items() if x is not None}
+        every = {n: [round(float(one), 6) for one in x] for n, x in every.items() if x is not None}
+        found |= every
         alone = {name: x.value for name, x in self.scores.items() if x.clips is None}
         found |= {name: round(float(x), 6) for name, x in alone.items()}
         found |= {"notes": list(self.notes)} if self.notes else {}
