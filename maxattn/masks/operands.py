@@ -123,13 +123,39 @@ def bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, in
         remedy = "pass an array; a mask goes to mask="
         raise InputError("bias", type(bias).__name__, rule, remedy)
     shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
+    by_row = _by_batch_row(bias.shape, full)
     if len(shape) != 4 or any(x not in (1, f) for x, f in zip(shape, full, strict=True)):
         found, remedy = f"shape {tuple(bias.shape)}", "give every axis its full size or 1"
+        remedy = f"write bias[{by_row[1]}] for {by_row[0]}" if by_row else remedy
         raise InputError("bias", found, f"it must broadcast to [B, N, T, S] = {full}", remedy)
+    if by_row:
+        usual = {2: "[T, S]", 3: "[N, T, S]"}[len(bias.shape)]
+        _refuse_two_readings("bias", bias.shape, (usual, "None"), by_row)
     check_not_torch("bias", str(bias.dtype))
     check_bias_dtype(str(bias.dtype))
     check_values("bias", bias)
     return shape  # type: ignore[return-value]
+
+
+def _by_batch_row(shape: tuple[int, ...], full: tuple[int, ...]) -> tuple[str, str] | None:
+    """Return the axes of an array that may be by batch row, and the index that makes them four."""
+    b, _, t, s = full
+    if b > 1 and len(shape) in (2, 3) and shape[0] == b and shape[-1] in (1, s):
+        if len(shape) == 2:
+            return "[B, S]", ":, None, None"
+        if shape[1] in (1, t):
+            return "[B, T, S]", ":, None"
+    return None
+
+
+def _refuse_two_readings(
+    name: str, shape: tuple[int, ...], usual: tuple[str, str], other: tuple[str, str]
+) -> None:
+    """Refuse an array of two or three axes that fits twice: (axes, index) of each reading."""
+    sizes = f"B = {'T' if len(shape) == 2 else 'N'} = {shape[0]}"
+    rule = f"a {name} of {len(shape)} axes is {usual[0]}, but with {sizes} it may also be"
+    ways = "; ".join(f"write {name}[{index}] for {axes}" for axes, index in (usual, other))
+    raise InputError(name, f"shape {tuple(shape)}", f"{rule} {other[0]}", ways)
 
 
 def check_bias_dtype(dtype: str) -> None:
@@ -168,9 +194,22 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
         found = repr(mask) if isinstance(mask, str | bool) else type(mask).__name__
         rule = "it must be a mask of maxattn.masks or a boolean array"
         remedy = "write for example masks.Causal() or masks.KeyPadding(lengths)"
+        if isinstance(mask, list | tuple):
+            of_masks = any(isinstance(each, Mask) for each in mask)
+            remedy = "write masks.LocalWindow(left, right) for a window of (left, right) keys"
+            remedy += ", jnp.asarray(mask) for flags, masks.KeyPadding(mask) for lengths"
+            remedy = "combine masks by a & b, or by a | b" if of_masks else remedy
         raise InputError("mask", found, rule, remedy)
     check_not_torch("mask", str(mask.dtype))
-    b, shape = q.shape[0], tuple(mask.shape)
+    if len(mask.shape) == 1:
+        rule = "a mask array has two to four axes: [T, S], [B, T, S] or [B, N, T, S]"
+        remedy = "write masks.KeyPadding(lengths) for the number of real keys of each batch row"
+        remedy += ", mask[None] for flags of keys that are alike in all batch rows"
+        raise InputError("mask", f"{mask.dtype} of shape {tuple(mask.shape)}", rule, remedy)
+    (b, _, n, _), shape = q.shape, tuple(mask.shape)
+    by_row = _by_batch_row(shape, (b, n, q.shape[1], k.shape[1]))
+    if len(shape) == 3 and by_row and b == n:
+        _refuse_two_readings("mask", shape, by_row, ("[N, T, S]", "None"))
     if shape != (b, k.shape[1]) or b == 1:  # [1, S] means the same either way
         return Dense(mask)
     rule = "a mask array of two axes must be [T, S], but this shape looks like [B, S]"
@@ -257,10 +296,6 @@ def _refuse(found: dict[str, NotFinite]) -> None:
             rule = "check_finite: true needs finite numbers, also in hidden keys, as 0 * NaN is NaN"
             remedy = f"replace them, e.g. jnp.nan_to_num({name})"
             if name.startswith("rotary_emb"):
-                rule = (
-                    "check_finite: true needs finite angles; under jit a pair (cos, sin) as wide as"
-                    " the head dim becomes NaN if its numbers are not c0, c0, c1, c1, ..., and so"
-                    " do the angles of a frame below 0"
-                )
-                remedy = "make it with maxattn.rope, or pass Rotary(cos, sin, style='half')"
+                rule = "check_finite: true needs finite angles; those of a frame below 0 are NaN"
+                remedy = "make it with maxattn.rope, from frame numbers of at least 0"
             raise InputError(name, value, rule, remedy)

@@ -85,24 +85,20 @@ def test_a_mesh_is_checked_as_a_whole() -> None:
     assert "v: NaN or infinity 1 times, first at [0, 5, 1, 3], a key" in refusal(compute, x)
 
 
-def test_a_rotary_table_in_another_order_is_named_under_jit() -> None:
-    attn = ma.FlaxAttention(8, heads=2, dim_head=4, config=CHECKED, rngs=nnx.Rngs(0))
-    angles = np.outer(np.arange(6.0), [1.0, 0.1])
-    half = tuple(f(np.concatenate([angles, angles], 1)) for f in (np.cos, np.sin))
-    twice = tuple(f(np.repeat(angles, 2, 1)) for f in (np.cos, np.sin))
-    run = jax.jit(lambda x, table: attn(x, rotary_emb=table))
-    x = jnp.ones((1, 6, 8))
-    assert np.isfinite(run(x, twice)).all()
-    text = refusal(run, x, half)
-    assert "rotary_emb cos: NaN or infinity 12 times" in text and "style='half'" in text
-
-
 def test_a_frame_below_0_is_named_under_jit() -> None:
     attn = ma.FlaxAttention(12, heads=2, dim_head=6, config=CHECKED, rngs=nnx.Rngs(0))
     x = jnp.ones((1, 2, 12))
     run = jax.jit(lambda first: attn(x, rotary_emb=ma.rope_3d(6, first + jnp.arange(2), 1, 1)))
     text = refusal(run, -1)
     assert "rotary_emb cos: NaN or infinity 1 times" in text and "a frame below 0" in text
+
+
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_gradients_are_finite_beside_hidden_numbers_whose_products_overflow(is_tiled: bool) -> None:
+    x = operands(v=((0, slice(3, 6)), 3e38))
+    config = CHECKED.replace(use_memory_efficient_attention=is_tiled, attention="dot_product")
+    for grads in jax.grad(lambda x: 2 * attend(x, config=config).sum())(x).values():
+        assert np.isfinite(grads).all()
 
 
 def test_what_is_finite_computes_the_same() -> None:
