@@ -293,12 +293,14 @@ class OnOtherHosts:
         return self.numbers[key]
 
 
-def test_a_replicated_table_of_several_hosts_is_read_and_a_split_one_gives_nan() -> None:
+def test_a_wide_table_is_read_or_refused() -> None:
     x, wrong = jnp.ones((1, 4, 1, 8)), np.arange(32, dtype=np.float32).reshape(4, 8)
     whole, part = (OnOtherHosts(wrong, each) for each in (True, False))
     with pytest.raises(InputError, match="each number twice"):
         apply_rotary(x, (whole, whole))
-    assert np.isnan(apply_rotary(x, (part, part))).all()
+    for unread, f in ((part, apply_rotary), (wrong, jax.jit(apply_rotary))):
+        with pytest.raises(InputError, match=r"Rotary\(cos\[\.\.\., ::2\]"):
+            f(x, (unread, unread))
     right = OnOtherHosts(np.repeat(wrong[:, :4], 2, axis=1), True)
     assert np.isfinite(apply_rotary(x, (right, right))).all()
 

@@ -30,8 +30,8 @@ def apply_rotary(
             2i + 1 together (interleaved). Arrays are [T, D], [B, T, D], [B, T, 1, D] or
             [B, 1, T, D], or [B, T, N, D] if heads have different angles. B may be 1. D is H/2, or
             less in a partial `Rotary`. A pair may also have D = H, with each number twice: c0, c0,
-            c1, c1, ... A pair in another order is refused; if its numbers cannot be read (traced by
-            `jit`, or split over several hosts), the result is NaN.
+            c1, c1, ... A pair in another order is refused, and so is one whose numbers cannot be
+            read (traced by `jit`, or split over several hosts).
         name: the argument's name for errors, default "rotary_emb".
 
     Returns:
@@ -91,17 +91,21 @@ def _read(value: Any, head_dim: int, name: str) -> Rotary:
     else:
         found = f"{value.dtype} array of shape {tuple(value.shape)}"
     rule = "it must be a Rotary, an array of complex numbers, or a pair (cos, sin)"
-    raise InputError(name, found, rule, "make it with maxattn.rope.rope_1d, rope_2d or rope_3d")
+    remedy = "make it with maxattn.rope.rope_1d, rope_2d or rope_3d"
+    remedy += "; text or an image's tokens go to CrossAttention" if "array" in found else ""
+    raise InputError(name, found, rule, remedy)
 
 
 def _once(part: Any, head_dim: int, name: str) -> Any:
     """Drop every second number of a cos or sin that has each number twice.
 
     A table of the half style, or for heads of twice the size, has the same width but another order.
-    It is refused if this process can read the numbers; else the numbers become NaN.
+    It is refused, and so is a table whose numbers this process cannot read.
     """
     if not part.shape or part.shape[-1] != head_dim:
         return part
+    rule = "a table as wide as the head dim must have each number twice: c0, c0, c1, c1"
+    remedy = "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2"
     if is_tracer(part):  # tested first: a tracer has no attribute `is_fully_addressable`
         numbers = None
     elif getattr(part, "is_fully_addressable", True):
@@ -109,13 +113,13 @@ def _once(part: Any, head_dim: int, name: str) -> Any:
     else:
         numbers = np.asarray(part.addressable_data(0)) if part.is_fully_replicated else None
     if numbers is None:
-        once, again = jnp.asarray(part)[..., ::2], jnp.asarray(part)[..., 1::2]
-        return jnp.where(jnp.all(once == again), once, jnp.nan)
-    if not np.array_equal(numbers[..., ::2], numbers[..., 1::2]):
-        rule = "a table as wide as the head dim must have each number twice: c0, c0, c1, c1"
-        remedy = "make it with maxattn.rope, or pass Rotary(cos, sin, style='half') of width H/2"
-        raise InputError(name, f"(cos, sin) of width {head_dim}", rule, remedy)
-    return part[..., ::2]
+        rule += ", and numbers that are traced or on other hosts cannot be compared"
+        remedy = "for c0, c0, c1, c1, ... pass Rotary(cos[..., ::2], sin[..., ::2]); for LLaMA's"
+        half = f"..., :{head_dim // 2}"
+        remedy += f" order Rotary(cos[{half}], sin[{half}], style='half')"
+    elif np.array_equal(numbers[..., ::2], numbers[..., 1::2]):
+        return part[..., ::2]
+    raise InputError(name, f"(cos, sin) of width {head_dim}", rule, remedy)
 
 
 def _fitting(part: Any, shape: Sequence[int], name: str, partial: bool) -> Any:
