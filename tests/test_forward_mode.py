@@ -175,3 +175,18 @@ def test_half_precision(dtype: str) -> None:
     got = jitted(jax.jvp, partial(ours, DENSE))(x, dx)
     assert all(y.dtype in (dtype, jnp.float32) for y in jax.tree.leaves(got))
     close(jax.tree.map(lambda y: y.astype("float32"), got), exact(jax.jvp), 0.05)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_common_part_of_the_keys_costs_no_digits(config: str) -> None:
+    q, k, v, dq = (jnp.asarray(x, "bfloat16") for x in (X[0], X[1] + 20, X[2], DX[0]))
+
+    def tangent(dtype: str) -> Any:
+        def out(q: Any) -> Any:
+            given = (x.astype(dtype) for x in (k, v))
+            return ma.attention(q, *given, mask=MASK, config=CONFIGS[config], return_lse=True)
+
+        moved = jax.jvp(out, (q.astype(dtype),), (dq.astype(dtype),))[1]
+        return [jnp.where(jnp.isfinite(x), x, 0.0).astype("float32") for x in moved]
+
+    close(jax.jit(tangent, static_argnums=0)("bfloat16"), tangent("float32"), 0.01)

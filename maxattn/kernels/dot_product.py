@@ -78,9 +78,12 @@ class DotProduct(Kernel):
         lse = softmax.finite(result.lse)
         lse = self._fold(softmax.split_stats(lse, kv_heads))
         ds = softmax.score_tangent(qs, ks, dq, dk, dbias, self.scale)
-        dlse, acc = softmax.tile_tangent(self._scores(qs, ks, inputs), ds, lse, vs, dv)
+        none = jnp.full_like(lse, jnp.inf), jnp.zeros_like(lse), jnp.float32(0)
+        s = self._scores(qs, ks, inputs)
+        centre, dlse, acc = softmax.tile_tangent(s, ds, lse, vs, dv, none)
         out = self._fold(softmax.split_queries(result.out, kv_heads)).astype(jnp.float32)
         dout = self._merge_queries(acc - out * dlse[..., None], q).astype(q.dtype)
+        dlse = dlse + softmax.known_centre(centre)
         return Result(dout, dlse.reshape(result.lse.shape))
 
     def microseconds(self, call: Call, target: Target) -> None:

@@ -120,7 +120,7 @@ class MemoryEfficient(Kernel):
         lse = softmax.finite(result.lse)
         lse = cut(softmax.split_stats(lse, kv_heads), 3, tiles.q.shape[4], softmax.BIG_LSE)
 
-        def query_chunk(xs: tuple[Array, ...]) -> tuple[Array, Array]:
+        def query_chunk(xs: tuple[Array, ...]) -> tuple[Array, Array, Array]:
             i, q_i, *row = xs[:5]
 
             def step(j: Any, mixed: Any, state: Any) -> Any:
@@ -130,15 +130,18 @@ class MemoryEfficient(Kernel):
                 dq = None if moved.q is None else xs[6]
                 ds = softmax.score_tangent(q_i, tiles.k[j], dq, dk, dbias, tiles.scale)
                 s = tiles.scores(i, q_i, j, mixed)
-                found = softmax.tile_tangent(s, ds, xs[5], tiles.v[j], dv)
-                return tuple(a + b for a, b in zip(state, found, strict=True))
+                return softmax.tile_tangent(s, ds, xs[5], tiles.v[j], dv, state)
 
-            return for_visits(tiles.lists, tuple(row), step, _nothing_seen(q_i, tiles.v)[1:])
+            centre, *sums = _nothing_seen(q_i, tiles.v)
+            state = (jnp.full_like(centre, jnp.inf), *sums)
+            centre, dlse, acc = for_visits(tiles.lists, tuple(row), step, state)
+            return dlse, acc, dlse + softmax.known_centre(centre)
 
-        dlse, acc = jax.lax.map(query_chunk, (*_rows(tiles), lse, dots.q))
+        rest, acc, dlse = jax.lax.map(query_chunk, (*_rows(tiles), lse, dots.q))
+        rest = softmax.merge_stats(join(rest, 3, q.shape[1]))
         dlse = softmax.merge_stats(join(dlse, 3, q.shape[1]))
         acc = softmax.merge_queries(join(acc, 3, q.shape[1]))
-        dout = acc - result.out.astype(jnp.float32) * softmax.column(dlse)
+        dout = acc - result.out.astype(jnp.float32) * softmax.column(rest)
         return Result(dout.astype(q.dtype), dlse)
 
     def backward(self, inputs: Inputs, rows: Rows) -> Grads:

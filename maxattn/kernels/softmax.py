@@ -143,24 +143,39 @@ def tile_gradient(
     dv = matmul("bkgts,bkgth->bksh", p.astype(v.dtype), dout.astype(v.dtype))
     # [B, K, G, T, H], [B, K, S, H] -> [B, K, G, T, S]
     dp = matmul("bkgth,bksh->bkgts", dout.astype(v.dtype), v)
-    ds = p * (dp - delta[..., None])
+    # A finite number of a hidden key may overflow in dP.
+    ds = jnp.where(p == 0.0, 0.0, p * (dp - delta[..., None]))
     dq = matmul("bkgts,bksh->bkgth", ds.astype(k.dtype), k) * scale
     dk = matmul("bkgts,bkgth->bksh", ds.astype(q.dtype), q) * scale
     return dq, dk, dv, ds
 
 
 def tile_tangent(
-    s: Scores, ds: Scores, lse: Stats, v: Keys, dv: Keys | None
-) -> tuple[Stats, Queries]:
-    """Compute a tile's part of (rowsum(P dS), (P dS) v + P dv) in float32: dS, dv are tangents."""
+    s: Scores, ds: Scores, lse: Stats, v: Keys, dv: Keys | None, state: tuple[Stats, Stats, Queries]
+) -> tuple[Stats, Stats, Queries]:
+    """Add a tile's part of a tangent to (c, rowsum(P (dS - c)), (P (dS - c)) v + P dv).
+
+    dS and dv are tangents. c is the mean of dS in the first tile where the query sees a key, and
+    infinite before it. Keys with a common part add the same to all dS of a query. P dS would lose
+    the other digits where it is rounded to v's dtype; in the end c cancels.
+    """
+    centre, total, acc = state
     p = jnp.exp(s - lse[..., None])
-    moved = p * ds
+    seen = jnp.sum(p, axis=-1)
+    mean = jnp.sum(p * ds, axis=-1) / jnp.where(seen > 0, seen, 1.0)
+    centre = jnp.where((centre == jnp.inf) & (seen > 0), mean, centre)
+    moved = p * (ds - known_centre(centre)[..., None])
     wide = jnp.float32 if v.dtype == jnp.float16 else v.dtype  # P dS may leave float16's range
     # [B, K, G, T, S], [B, K, S, H] -> [B, K, G, T, H]
-    acc = matmul("bkgts,bksh->bkgth", moved.astype(wide), v.astype(wide))
+    acc = acc + matmul("bkgts,bksh->bkgth", moved.astype(wide), v.astype(wide))
     if dv is not None:
         acc = acc + matmul("bkgts,bksh->bkgth", p.astype(v.dtype), dv)
-    return jnp.sum(moved, axis=-1), acc
+    return centre, total + jnp.sum(moved, axis=-1), acc
+
+
+def known_centre(centre: Stats) -> Stats:
+    """Return the centre of `tile_tangent`, 0 for queries that have seen no key."""
+    return jnp.where(centre == jnp.inf, 0.0, centre)
 
 
 def score_tangent(
