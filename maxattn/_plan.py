@@ -44,8 +44,8 @@ class Plan:
         fallback: the setting `fallback`: "error", "warn" or "allow".
         arithmetic: the strategy that `context_parallel: auto` chose, and the two shortest times.
         sums: the time and memory of every strategy that `auto` compared, a line each.
-        warns: whether the plan is logged as a warning, because a bias or an untested version of a
-            package excludes faster kernels.
+        warns: whether the plan is logged as a warning, because a bias, float32 or an untested
+            version of a package excludes faster kernels.
     """
 
     call: Call

@@ -71,10 +71,11 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
     for name, because in tuned.candidates if tuned else usual:
         reason = refusal(name, local, target, config.deterministic)
         if reason is None:
-            # Plain JAX runs because of a bias, which the caller can remove.
-            lost_to_bias = local.bias is not None and _has_fused(local, target) and name in PLAIN
+            # Plain JAX runs because of a bias or of float32, which the caller can change.
+            is_avoidable = local.bias is not None or local.dtype == "float32"
+            lost = target.device.vendor == "NVIDIA" and is_avoidable and name in PLAIN
             is_untested = any(reason.feature == "version" for reason in refused)
-            warns = is_untested or (lost_to_bias and not config.deterministic)
+            warns = is_untested or (lost and not config.deterministic)
             failed, notes = (tuned.failed, tuned.notes) if tuned else ((), ())
             return KernelChoice(name, because, (*refused, *failed), warns=warns, notes=notes)
         refused.append(reason)
@@ -95,8 +96,7 @@ def order(call: Call, target: Target) -> Iterator[tuple[str, str]]:
     ['tpu_flash', 'flash', 'memory_efficient', 'dot_product']
     """
     if not _has_fused(call, target):
-        why = _no_fused(target) if target.device.vendor == "AMD" else ""
-        yield from _plain(call, target, why)
+        yield from _plain(call, target, _no_fused(target))
         return
     from maxattn.kernels.auto import gpu
 
@@ -111,7 +111,12 @@ def _has_fused(call: Call, target: Target) -> bool:
 
 
 def _no_fused(target: Target) -> str:
-    """Return why plain JAX runs on an AMD GPU; mention AITER's attention if jax has it."""
+    """Return why plain JAX runs on a GPU; on AMD's, mention AITER's attention if jax has it."""
+    if target.device.vendor == "NVIDIA":
+        remedy = "cast q, k and v to bfloat16, or give modules dtype=jnp.bfloat16"
+        return f"plain JAX, since no fused kernel takes float32: {remedy}; "
+    if target.device.vendor != "AMD":
+        return ""
     why = "plain JAX, since maxattn's fused kernels are for NVIDIA GPUs"
     has_aiter = target.version(AITER) is not None
     own = "; this jax has AITER's attention (jax._src.aiter), which maxattn does not call"

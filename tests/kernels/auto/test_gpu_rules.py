@@ -88,6 +88,16 @@ def test_what_no_fused_kernel_takes_is_plain_jax_and_says_why() -> None:
     assert choice.because.startswith("plain JAX, since no fused kernel takes this call; dense")
 
 
+@pytest.mark.parametrize(("device", "dtype", "warns"), [
+    ("H100", "float32", True), ("H100", "bfloat16", False), ("MI300X", "float32", False),
+    ("TPU v5p", "float32", False),
+])  # fmt: skip
+def test_float32_on_a_gpu_warns_and_says_what_to_write(device: str, dtype: str, warns: bool):
+    target = named(device, *FA4) if device == "H100" else ma.Target.named(device)
+    choice = choose_kernel(ma.Call(1, 4096, 4096, 8, 8, 64, dtype), target)
+    assert (choice.warns, "give modules dtype=jnp.bfloat16" in choice.because) == (warns, warns)
+
+
 def test_other_hopper_gpus_say_that_nobody_measured_them() -> None:
     sxm = ma.Target("gpu", "NVIDIA H100 80GB HBM3", FA4)
     for target in (sxm, named("H100", *FA4), H200):
