@@ -34,14 +34,24 @@ _MERGE = "merge it with peft, and load the merged model"
 
 @dataclass(frozen=True)
 class Strength:
-    """A layer's alpha is that of a pattern, else `alpha`, else the rank; `rooted` means rsLoRA."""
+    """A layer's alpha is that of a pattern, else `alpha`, else the rank; `rooted` means rsLoRA.
+
+    `rank` and `ranks` are those of the metadata, which must be those of the tensors.
+    """
 
     alpha: float | None = None
     patterns: tuple[tuple[str, float], ...] = ()
     rooted: bool = False
+    rank: float | None = None
+    ranks: tuple[tuple[str, float], ...] = ()
+    where: str = ""
 
     def of(self, layer: str, rank: int) -> float:
         """Return the factor alpha / rank (or / sqrt(rank)) of a layer."""
+        said = next((r for key, r in self.ranks if names_layer(key, layer)), self.rank)
+        if said not in (None, rank):
+            rule = f"the metadata give it rank {said:g}, in {self.where}"
+            raise WeightsError("LoRA", f"{layer} of rank {rank}", rule, _AGAIN)
         alpha = next((a for key, a in self.patterns if names_layer(key, layer)), self.alpha)
         if alpha is None:
             return 1.0
@@ -84,7 +94,10 @@ def read_strength(held: Mapping[str, Any], prefix: str) -> Strength:
     settings = _part(where, values, prefix)
     settings.check_method()
     alpha = settings.number("lora_alpha", settings.values.get("lora_alpha"))
-    return Strength(alpha, settings.patterns(), settings.flag("use_rslora"))
+    rank = settings.values.get("r")
+    rank = None if rank is None else settings.number("r", rank)
+    alphas, ranks = settings.patterns("alpha_pattern"), settings.patterns("rank_pattern")
+    return Strength(alpha, alphas, settings.flag("use_rslora"), rank, ranks, where)
 
 
 def _metadata(held: SafeTensors) -> tuple[str, dict[str, Any]]:
@@ -174,23 +187,23 @@ class _Settings:
     def number(self, name: str, value: Any) -> float:
         """Return a setting that is a finite number."""
         if (number := finite(value)) is None:
-            raise self._wrong(name, value, "an alpha must be a finite number", _AGAIN)
+            raise self._wrong(name, value, "it must be a finite number", _AGAIN)
         return number
 
-    def patterns(self) -> tuple[tuple[str, float], ...]:
-        """Return the alphas of single layers, by their names or the names' ends."""
-        held = self.values.get("alpha_pattern") or {}
+    def patterns(self, name: str) -> tuple[tuple[str, float], ...]:
+        """Return the alphas or ranks of single layers, by their names or the names' ends."""
+        held = self.values.get(name) or {}
         if not isinstance(held, dict):
-            raise self._wrong("alpha_pattern", held, "it must map layers to alphas", _AGAIN)
+            raise self._wrong(name, held, "it must map layers to numbers", _AGAIN)
         if len(held) > MOST_PATTERNS:
             rule = f"it must have at most {MOST_PATTERNS:,} layers"
-            raise self._wrong("alpha_pattern", f"{len(held):,} layers", rule, _AGAIN)
+            raise self._wrong(name, f"{len(held):,} layers", rule, _AGAIN)
         wrong = next((key for key in held if not _PATTERN.fullmatch(key)), None)
         if wrong is not None:
             rule = "a key must be a layer's name or the end of one, and may contain .* for any text"
             remedy = "write full names of layers, or save the LoRA with an alpha for each layer"
-            raise self._wrong("alpha_pattern", wrong, rule, remedy)
-        return tuple((key, self.number(f"alpha_pattern[{key}]", a)) for key, a in held.items())
+            raise self._wrong(name, wrong, rule, remedy)
+        return tuple((key, self.number(f"{name}[{key}]", a)) for key, a in held.items())
 
     def _wrong(self, name: str, value: Any, rule: str, remedy: str) -> WeightsError:
         shown = "not set" if value is None else show(value)[:60]

@@ -24,7 +24,8 @@ LAYERS = ("blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", "blocks.10.to_q")
 RANKS = (4, 2, 4, 1)
 FILE, PEFT, PART = "lora.safetensors", "base_model.model.", "transformer."
 SAID: dict[str, Any] = {
-    "r": 4, "lora_alpha": 16, "alpha_pattern": {}, "rank_pattern": {}, "use_rslora": False,
+    "r": 4, "lora_alpha": 16, "alpha_pattern": {}, "use_rslora": False,
+    "rank_pattern": {"0.to_k": 2, "^blocks.10.to_q": 1},
     "use_dora": False, "lora_bias": False, "peft_type": "LORA", "target_modules": ["to_q", "to_k"],
     "loftq_config": {}, "revision": None,
 }  # fmt: skip
@@ -216,6 +217,8 @@ REFUSED: dict[str, Any] = {
     "alpha_text": {"transformer.lora_alpha": "16"},
     "pattern_list": {"transformer.alpha_pattern": ["to_q"]},
     "pattern_text": {"transformer.alpha_pattern": {"to_q": "2"}},
+    "metadata_rank_zero": {"transformer.r": 0},
+    "metadata_rank": {"transformer.rank_pattern": {"to_k": 2, "1.to_q": 3, "10.to_q": 1}},
     "pattern_expression": {"transformer.alpha_pattern": {"to_(q|k)": 2}},
     "dora": {"transformer.use_dora": True},
     **{f"no_switch_{x}": {f"transformer.{x}": "false"} for x in ("use_rslora", "use_dora")},
