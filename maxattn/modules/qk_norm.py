@@ -38,7 +38,8 @@ class ZeroCentredRMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         x = jnp.asarray(x, jnp.float32)
         mean = jnp.mean(x * x, axis=-1, keepdims=True)
-        return x * (jax.lax.rsqrt(mean + self.epsilon) * self.factor())
+        factor = jnp.expand_dims(self.factor(), tuple(range(x.ndim - 1)))
+        return x * (jax.lax.rsqrt(mean + self.epsilon) * factor)
 
     def factor(self) -> Float[Array, " C"]:
         return 1.0 + self.scale.get_value().astype(jnp.float32)

@@ -75,5 +75,6 @@ def test_a_zero_centred_norm_begins_at_one_and_no_norm_changes_nothing() -> None
     x = jnp.asarray(inputs("rms_norm"))
     fresh = [make_qk_norm(kind, N, H, EPS, rngs=nnx.Rngs(0)) for kind in (*QK_NORMS, None)]
     rms, _, zero_centred, _, none = fresh
-    np.testing.assert_array_equal(normalise(zero_centred, x), normalise(rms, x))
+    with jax.numpy_rank_promotion("raise"):
+        np.testing.assert_array_equal(normalise(zero_centred, x), normalise(rms, x))
     assert none is None and normalise(None, x) is x
