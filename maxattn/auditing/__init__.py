@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, wraps
 from itertools import chain, pairwise
 from math import prod
 from pathlib import Path
@@ -28,7 +29,7 @@ from maxattn.auditing.unsafe import findings
 from maxattn.config.numbers import finite, whole
 from maxattn.errors import InputError, brief
 from maxattn.jax_private.mesh import is_tracer
-from maxattn.jax_private.observed import MarkedCall
+from maxattn.jax_private.observed import MarkedCall, layer_named
 from maxattn.masks import Mask
 from maxattn.measuring.timing import TimedFunction, first_line
 from maxattn.measuring.timing import measure as timed
@@ -214,13 +215,29 @@ def _is_constant(x: Any) -> bool:
 
 
 def _with_names(model: nnx.Module) -> nnx.Module:
-    """Return a copy of a model, with the same arrays, whose modules know their paths."""
+    """Return a copy of a model, with the same arrays, whose modules name the calls inside them."""
     copy = nnx.merge(*nnx.split(model))
     for path, node in nnx.iter_graph(copy):
         if isinstance(node, nnx.Module):
             name = ".".join(map(str, path)) or type(node).__name__
             setattr(node, "audit_name", name)  # noqa: B010  (of any module)
+            node.__class__ = _naming(type(node))
     return copy
+
+
+@cache
+def _naming(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """Return a subclass whose calls name what they call, as `ma.attention`, by its own path."""
+    plain = getattr(kind, "__call__", None)  # noqa: B004  (of the class)
+    if plain is None:
+        return kind
+
+    @wraps(plain)
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        with layer_named(self):
+            return plain(self, *args, **named)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
 def chosen_calls(program: Traced, sample: AuditSample) -> list[np.ndarray]:

@@ -77,6 +77,7 @@ def traced(f: Callable[..., Any], inputs: Sequence[Any], name: str) -> Traced:
     if not places:
         rule = "an audit needs a call of maxattn's attention, and none is traced"
         remedy = "pass a function or a module that calls ma.attention or a module of maxattn"
+        remedy += "; for other attention modules call ma.swap(model, config) first"
         raise InputError("audit", name, rule, remedy)
     return Traced(jaxpr, tuple(jax.tree.leaves(inputs)), places)
 

@@ -132,6 +132,28 @@ def test_modules_calls_and_methods():
     same(quick(jax.grad(loss), X), of_call)
 
 
+class Attends(nnx.Module):
+    """A layer that calls the function, without a module of maxattn."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.q = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        q = self.q(x).reshape(1, 6, 2, 4)
+        return ma.attention(q, q, q).reshape(x.shape)
+
+
+@pytest.mark.parametrize("kind", ["swapped", "own"])
+def test_calls_have_the_path_of_their_module(kind):
+    make = Attends if kind == "own" else partial(nnx.MultiHeadAttention, 2, 8, decode=False)
+    model = nnx.Sequential(*(make(rngs=nnx.Rngs(i)) for i in range(2)))
+    if kind == "swapped":
+        ma.swap(model, ma.AttentionConfig())
+    found = ma.audit(model, jnp.ones((1, 6, 8)), kernels=())
+    assert [layer.name for layer in found.layers] == ["layers.0", "layers.1"]
+    assert type(model.layers[0]) in (Attends, nnx.MultiHeadAttention)
+
+
 def test_all_examples_of_vmap_are_measured():
     q, k = jnp.stack([X, 2 * X]), jnp.stack([X, X, X.at[..., 1].set(9)])
     inner = jax.vmap(ma.attention, (None, 0, None))
