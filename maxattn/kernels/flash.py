@@ -162,6 +162,7 @@ def _refusal_on_gpu(call: Call, target: Target) -> Reason | None:
         return None
     why, remedy = lack(target.device), reason.remedy
     if has_kernels(target.device):
-        why, remedy = "fa4-jax is not installed", f"{install(target)}; or {remedy}"
+        why, own = "fa4-jax is not installed", fa4_of(target).supports(call, target)
+        remedy = f"{install(target)}; or {remedy}" if own is None else remedy
     rule = f"{why}, and cuDNN, which would run instead, refuses the call: {reason.rule}"
     return replace(reason, who="flash", rule=rule, remedy=remedy)

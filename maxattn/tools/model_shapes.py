@@ -17,7 +17,7 @@ from maxattn.tools.known_models import KNOWN_SHAPES
 FULL = Full()
 MOST_SHAPES = 256  # most shapes that a file may list, since each shape is planned
 DTYPE_OF = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-DTYPE_OF |= {name: name for name in DTYPE_OF.values()}
+DTYPE_OF |= {name: name for name in DTYPE_OF.values()} | {"fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)

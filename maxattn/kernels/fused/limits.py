@@ -195,4 +195,4 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 def _size(shape: tuple[int, ...], dtype: str) -> str:
     size = _bytes(shape, dtype)
-    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"

@@ -25,7 +25,7 @@ MESH_AXES = ("data", "context", "tensor")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; print and write the results."""
+    """Measure; print and write the results; return 1 if nothing could be measured."""
     from maxattn.target import Target
     from maxattn.tools.bench.row import to_json
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             if args.json:  # written after each measurement: a run may be killed
                 args.json.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(args.json, to_json(rows, target))
-    return 0
+    return 0 if any(row.ms for row in rows) else 1
 
 
 def _measured(

@@ -236,7 +236,8 @@ def _winner(its: KernelOutcome, record: Record, tuning: KernelTuning, is_kept: b
     # Several processes do not read measurements: for them the config must name the kernel.
     totals = {name: ms for name in record["forward_ms"] if (ms := _total(record, name))}
     if totals:
-        config = config_of(min(totals, key=lambda name: totals[name]))
+        taken = [name for name in its.taken.split("/") if name in totals]
+        config = config_of(min(taken or totals, key=lambda name: totals[name]))
         if role == "cross":
             config = config.replace(attention="auto", cross_attention=config.attention)
         where = "for several processes, " if is_kept else ""

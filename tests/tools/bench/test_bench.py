@@ -77,6 +77,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "1/3  reference in float32", "2/3  dot_product, forward", "3/3  dot_product, backward",
     ]  # fmt: skip
     assert sum("compiling" in line for line in lines) == 3 and "timing 3" in lines[-1]
+    assert main(["bench", "--shape", "1,64,64,2,16", "--kernel", "cudnn"]) == 1
 
 
 # ---- meshes and modules --------------------------------------------------------------------------

@@ -85,6 +85,7 @@ def test_what_is_faster_by_less_than_the_noise_is_named(capsys, quick, monkeypat
         "  not memory_efficient, 2 ms: no faster than the noise\n"
         "  without times auto takes the same: dense, since "
     ) in out
+    assert "to name one kernel: attention: dot_product" in out
 
 
 def test_what_it_prints_of_real_times(capsys, cache):
