@@ -24,8 +24,8 @@ PROBE = "import sys; print(*sys.version_info[:3])"
 FILES = (
     "test_import.py", "test_target.py", "test_remat.py",  # versions, warnings, saved names
     "kernels/test_matrix.py",                             # every kernel against float64
-    "kernels/test_tokamax.py", "kernels/test_tokamax_layouts.py", "kernels/test_tokamax_fence.py",
-    "sharding/test_explicit.py",
+    "kernels/test_tokamax.py",
+    "sharding/test_explicit.py", "steps/test_steps.py",
     "modules/test_explicit.py", "modules/test_adapters.py",
     "modules/test_linen.py", "modules/test_swap.py",
 )  # fmt: skip

@@ -229,8 +229,9 @@ class _Hook:
                 return y, ()
             # In the dtype of y, as a step that reuses returns it.
             new = jax.tree.map(lambda y, x: (y - x).astype(y.dtype), y, head) if layers.add else y
-            # Both branches of a decision keep as many sums. The second one has no weight.
-            older = sums or (jax.tree.map(jnp.zeros_like, new),) * bool(step.blocks)
+            # Both branches of a decision keep as many sums, of one sharding. The second has no
+            # weight.
+            older = sums or (jax.tree.map(lambda x: 0 * x, new),) * bool(step.blocks)
             return y, (new, *older)[: step.keeps]
 
         def reuse() -> tuple[Any, tuple[Sum, ...]]:

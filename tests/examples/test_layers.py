@@ -19,7 +19,8 @@ LAYERS = (
     ("digits",),
     ("stream",),
     ("wan", "sdxl", "flux"),
-    ("train", "sample"),
+    ("train",),
+    ("sample",),
     ("samplers",),
     ("common",),
 )

@@ -195,4 +195,5 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 def _size(shape: tuple[int, ...], dtype: str) -> str:
     size = _bytes(shape, dtype)
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:.3g} MiB"
+    number, unit = (size / 2**30, "GiB") if size >= 2**30 else (size / 2**20, "MiB")
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"

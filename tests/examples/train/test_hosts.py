@@ -54,7 +54,7 @@ FLAGS = [
     (["--process-id", "0"], ("--coordinator: not given", "--num-processes N")),
     (["--coordinator", "here:1", "--process-id", "0"], ("--num-processes: not given",)),
     ([JOIN[0], "here", *JOIN[2:], "0"], ("--coordinator: here", "HOST:PORT")),
-    ([*JOIN, "2"], ("--process-id: 2", "0 to 1")),
+    ([*JOIN, "2"], ("--process-id: 2", "0 and 1")),
 ]
 
 
