@@ -299,8 +299,8 @@ def test_no_file_is_long() -> None:
 
 # Lines at most, of the whole tree.
 BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "maxattn": (43_900, ("maxattn",)),
-    "kernels/fa4": (3_100, ("maxattn/kernels/fa4",)),
+    "maxattn": (43_300, ("maxattn",)),
+    "kernels/fa4": (3_000, ("maxattn/kernels/fa4",)),
     "kernels/auto": (600, ("maxattn/kernels/auto",)),
     "row kernels": (
         1_500,
@@ -309,10 +309,10 @@ BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
             for name in ("norm_rope", "norm_rope_tpu", "adaptive_layer_norm", "row_kernel")
         ),
     ),
-    "steps": (1_315, ("maxattn/steps",)),
-    "examples": (18_000, ("examples",)),
-    "benchmarks": (2_750, ("benchmarks",)),
-    "tests": (49_000, ("tests",)),
+    "steps": (1_312, ("maxattn/steps",)),
+    "examples": (17_500, ("examples",)),
+    "benchmarks": (2_720, ("benchmarks",)),
+    "tests": (46_300, ("tests",)),
 }
 PAGES = 5_850  # lines of docs/*.md and docs/*/*.md
 DENSITY = 0.811  # statements for each line of code: lines may not get longer in place of fewer
@@ -351,7 +351,7 @@ def test_lines_do_not_get_denser() -> None:
     assert sum(s for s, _ in counts) / sum(n for _, n in counts) <= DENSITY
 
 
-@pytest.mark.parametrize(("folder", "most"), [("maxattn/kernels/fa4", 13), ("examples", 120)])
+@pytest.mark.parametrize(("folder", "most"), [("maxattn/kernels/fa4", 13), ("examples", 95)])
 def test_a_part_has_few_files(folder: str, most: int) -> None:
     assert len([*ROOT.glob(f"{folder}/**/*.py")]) <= most
 
