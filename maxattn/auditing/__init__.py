@@ -228,9 +228,9 @@ def _with_names(model: nnx.Module) -> nnx.Module:
 @cache
 def _naming(kind: type[nnx.Module]) -> type[nnx.Module]:
     """Return a subclass whose calls name what they call, as `ma.attention`, by its own path."""
-    plain = getattr(kind, "__call__", None)  # noqa: B004  (of the class)
-    if plain is None:
+    if not any("__call__" in vars(each) for each in kind.__mro__):
         return kind
+    plain: Any = kind.__call__
 
     @wraps(plain)
     def call(self: Any, *args: Any, **named: Any) -> Any:

@@ -136,10 +136,11 @@ class Attends(nnx.Module):
     """A layer that calls the function, without a module of maxattn."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.q = nnx.Linear(8, 8, rngs=rngs)
+        self.q = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
 
     def __call__(self, x):
-        q = self.q(x).reshape(1, 6, 2, 4)
+        assert not callable(self.q)
+        q = self.q[0](x).reshape(1, 6, 2, 4)
         return ma.attention(q, q, q).reshape(x.shape)
 
 
