@@ -130,7 +130,9 @@ def bias_shape(bias: Any, full: tuple[int, int, int, int]) -> tuple[int, int, in
         raise InputError("bias", found, f"it must broadcast to [B, N, T, S] = {full}", remedy)
     if by_row:
         usual = {2: "[T, S]", 3: "[N, T, S]"}[len(bias.shape)]
-        _refuse_two_readings("bias", bias.shape, (usual, "None"), by_row)
+        rule = _two_readings("bias", bias.shape, usual, by_row[0])
+        remedy = f"write bias[None] for {usual}; bias[{by_row[1]}] for {by_row[0]}"
+        raise InputError("bias", f"shape {tuple(bias.shape)}", rule, remedy)
     check_not_torch("bias", str(bias.dtype))
     check_bias_dtype(str(bias.dtype))
     check_values("bias", bias)
@@ -148,14 +150,11 @@ def _by_batch_row(shape: tuple[int, ...], full: tuple[int, ...]) -> tuple[str, s
     return None
 
 
-def _refuse_two_readings(
-    name: str, shape: tuple[int, ...], usual: tuple[str, str], other: tuple[str, str]
-) -> None:
-    """Refuse an array of two or three axes that fits twice: (axes, index) of each reading."""
-    sizes = f"B = {'T' if len(shape) == 2 else 'N'} = {shape[0]}"
-    rule = f"a {name} of {len(shape)} axes is {usual[0]}, but with {sizes} it may also be"
-    ways = "; ".join(f"write {name}[{index}] for {axes}" for axes, index in (usual, other))
-    raise InputError(name, f"shape {tuple(shape)}", f"{rule} {other[0]}", ways)
+def _two_readings(name: str, shape: tuple[int, ...], usual: str, other: str) -> str:
+    """Return the rule for an array of two or three axes whose first axis fits twice."""
+    axes, equal = ("two", "B = T") if len(shape) == 2 else ("three", "B = N")
+    rule = f"a {name} of {axes} axes is {usual}, but with {equal} = {shape[0]}"
+    return f"{rule} it may also be {other}"
 
 
 def check_bias_dtype(dtype: str) -> None:
@@ -209,14 +208,16 @@ def as_mask(mask: Any, q: Any, k: Any) -> Mask:
     (b, _, n, _), shape = q.shape, tuple(mask.shape)
     by_row = _by_batch_row(shape, (b, n, q.shape[1], k.shape[1]))
     if len(shape) == 3 and by_row and b == n:
-        _refuse_two_readings("mask", shape, by_row, ("[N, T, S]", "None"))
+        rule = _two_readings("mask array", shape, by_row[0], "[N, T, S]")
+        remedy = f"write mask[{by_row[1]}] for {by_row[0]}; mask[None] for [N, T, S]"
+        raise InputError("mask", f"shape {shape}", rule, remedy)
     if shape != (b, k.shape[1]) or b == 1:  # [1, S] means the same either way
         return Dense(mask)
     rule = "a mask array of two axes must be [T, S], but this shape looks like [B, S]"
     flags, pairs = ("mask", "mask") if mask.dtype == bool else ("mask != 0", "(mask != 0)")
     remedy, added = f"write masks.KeyPadding({flags}) for keys that are padding", ""
     if b == q.shape[1]:
-        rule = f"a mask array of two axes is [T, S], but with B = T = {b} it may also be [B, S]"
+        rule = _two_readings("mask array", shape, "[T, S]", "[B, S]")
         remedy = f"write {pairs}[None] for [T, S]; masks.KeyPadding({flags}) for [B, S]"
         remedy, added = f"{remedy}, True = a real key", " for [B, S], bias=mask for [T, S]"
     if jnp.issubdtype(mask.dtype, jnp.floating):  # 0 keeps a key, and != 0 would hide it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from maxattn.masks.packed import BandedMask, Bands
 from maxattn.masks.positions import Rectangle
 from maxattn.masks.spans import BIG
 from maxattn.masks.tree import HashedOnce, mask_type
-
-if TYPE_CHECKING:
-    pass
 
 Corner = tuple[int, int, int, int]
 CELLS = 2**22  # most pairs of a band and a rectangle that the sweep compares at a time

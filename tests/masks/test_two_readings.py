@@ -1,4 +1,4 @@
-"""Arrays whose shape fits twice are refused, and every spelling in the remedy is right."""
+"""Arrays whose sizes coincide, so that their shape fits twice, are refused; remedies are right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import maxattn as ma
 from maxattn.errors import InputError
 
-# Sizes that coincide, and sizes that do not.
 SIZES = [(2, 2, 2, 2), (2, 3, 2, 5), (2, 2, 3, 5), (3, 2, 4, 3), (1, 1, 3, 3), (2, 3, 4, 5)]
 FULL = {"TS": "[None, None]", "BS": "[:, None, None]", "NTS": "[None]", "BTS": "[:, None]"}
 
@@ -19,8 +18,7 @@ FULL = {"TS": "[None, None]", "BS": "[:, None, None]", "NTS": "[None]", "BTS": "
 def outs(name: str, array: Any, sizes: tuple[int, ...]) -> np.ndarray:
     b, n, t, s = sizes
     rng = np.random.default_rng(0)
-    shapes = (b, t, n, 8), (b, s, n, 8), (b, s, n, 8)
-    q, k, v = (jnp.asarray(rng.normal(size=shape), "float32") for shape in shapes)
+    q, k, v = (jnp.asarray(rng.normal(size=(b, x, n, 8)), "float32") for x in (t, s, s))
     return np.asarray(ma.attention(q, k, v, **{name: array}))
 
 
@@ -29,9 +27,8 @@ def outs(name: str, array: Any, sizes: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_an_array_is_read_one_way_or_refused(name: str, axes: str, sizes: tuple[int, ...]) -> None:
     rng, of = np.random.default_rng(1), dict(zip("BNTS", sizes, strict=True))
-    array = rng.normal(size=[of[axis] for axis in axes])
+    array = rng.normal(size=[of[axis] for axis in axes]).astype("float32")
     array = array if name == "bias" else (array < 0) | (np.arange(of["S"]) == 0)
-    array = array.astype("float32" if name == "bias" else bool)
     written = f"[{', '.join(axes)}]"
     want = outs(name, eval("array" + FULL[axes]), sizes)
     try:
