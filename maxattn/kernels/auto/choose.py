@@ -71,8 +71,9 @@ def choose_kernel(local: Call, target: Target, config: AttentionConfig = DEFAULT
     for name, because in tuned.candidates if tuned else usual:
         reason = refusal(name, local, target, config.deterministic)
         if reason is None:
-            # Plain JAX runs because of a bias or of float32, which the caller can change.
-            is_avoidable = local.bias is not None or local.dtype == "float32"
+            # Plain JAX runs because of a bias or of float32, which the caller can change. If the
+            # call was measured, the plan gives the measurement as the reason, and not float32.
+            is_avoidable = local.bias is not None or (local.dtype == "float32" and not tuned)
             lost = target.device.vendor == "NVIDIA" and is_avoidable and name in PLAIN
             is_untested = any(reason.feature == "version" for reason in refused)
             warns = is_untested or (lost and not config.deterministic)

@@ -76,6 +76,11 @@ def test_what_was_measured_comes_first(cache):
         assert ma.plan(CALL).kernel.name == "flash/cudnn"
 
 
+def test_a_measured_float32_call_is_not_warned_of(cache):
+    wide, times = replace(CALL, dtype="float32"), {"dot_product": 1.0}
+    assert plan(H200, wide).warns and not plan(keep(cache, times, times, wide), wide).warns
+
+
 def test_another_device_call_or_settings_is_not_measured(cache):
     target = keep(cache, {"dot_product": 0.1, "cudnn": 1.0}, {"dot_product": 0.1, "cudnn": 1.0})
     assert plan(target).kernel.name == "dot_product"
