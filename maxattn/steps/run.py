@@ -210,7 +210,7 @@ class _Hook:
         step, site, offset = self.step, self.sites, self.layers
         self.sites, self.layers = site + 1, offset + layers.count
         layers = layers._replace(run=partial(self._run, layers, offset))
-        sums = (*self.before.sums[site : site + 1], ())[0]
+        sums = self.before.sums[site] if site < len(self.before.sums) else ()
         if step.layers != "compute":
             theirs, own = ([*map(jnp.shape, jax.tree.leaves(tree))] for tree in (sums[:1], x))
             too_few = len(sums) < max(len(step.weights), step.keeps)
@@ -229,8 +229,7 @@ class _Hook:
                 return y, ()
             # In the dtype of y, as a step that reuses returns it.
             new = jax.tree.map(lambda y, x: (y - x).astype(y.dtype), y, head) if layers.add else y
-            # Both branches of a decision keep as many sums, of one sharding. The second has no
-            # weight.
+            # Both branches keep as many sums, of one sharding; the second one has no weight.
             older = sums or (jax.tree.map(lambda x: 0 * x, new),) * bool(step.blocks)
             return y, (new, *older)[: step.keeps]
 
@@ -293,7 +292,9 @@ class _Hook:
         """Decide from the first layers' sum whether the step computes, and save the decision."""
         step, before = self.step, self.before.decision
         if step.layers == "compute":
-            before = Decision(first, jnp.full(step.keeps, -1, jnp.int32), jnp.int32(0))
+            numbers = jnp.full(step.keeps, -1, jnp.int32).at[0].set(step.number)
+            self.added = Added((), Decision(first, numbers, jnp.int32(0)))
+            return
         assert before is not None, "a step that decides has one"
         numbers = jnp.concatenate([jnp.int32(step.number)[None], before.numbers[:-1]])
         anew = Decision(first, numbers, jnp.int32(0))
@@ -303,7 +304,7 @@ class _Hook:
         reuse = ((change < step.threshold) | jnp.isinf(step.threshold)) & (before.row < step.most)
         again = before._replace(row=before.row + 1)
         decision = jax.tree.map(partial(jnp.where, reuse), again, anew)
-        self.added = Added((), decision, ~reuse if step.layers == "decide" else None)
+        self.added = Added((), decision, ~reuse)
 
 
 def _mean(rows: Any, calls: int, x: Array) -> Float[Array, ""]:
