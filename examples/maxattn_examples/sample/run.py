@@ -224,8 +224,10 @@ def _fast_lines(
     fast = task.settings.sampling.fast
     if fast is not None and fast.preset is not None:
         yield f"preset {fast.preset}" + ("" if fast.cache else ", without its cache")
-    found = weights_facts(task, paths)["checkpoint"]
-    weights = "these weights" if found is None else f"weights {found}"
+    found = weights_facts(task, paths)
+    lora = [f"LoRA {each}" for each in found.pop("lora")]
+    hashes = [each for each in found.values() if each is not None]
+    weights = ", ".join(["weights " + " and ".join(hashes) if hashes else "these weights", *lora])
     yield f"what this costs on {weights} is not known: examples/compare.py measures it"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +105,16 @@ def test_each_transformer_has_its_lora(tmp_path: Path, capsys: pytest.CaptureFix
     folder, options = prepared(tmp_path, "wan_a14b")
     files = {part: tmp_path / f"{part}.safetensors" for part in ("transformer", "transformer_2")}
     merged = {part: lora(path, folder, part) for part, path in files.items()}
+    how = (*options, "fast.guidance.rescale=0.5")
     one, two = files.values()
-    got = run(folder, "wan_a14b", *options, "--lora", one, "--lora-2", two, "--lora-scale", 0.5)
+    got = run(folder, "wan_a14b", *how, "--lora", one, "--lora-2", two, "--lora-scale", 0.5)
     printed = capsys.readouterr().out
     assert "expert    transformer, steps 1 to 2, guidance 4\n" in printed
     assert "expert    transformer_2, steps 3 to 4, guidance 2.5\n" in printed
+    assert re.search(r"\w{16} and \w{16}, LoRA transformer: \w{16} x 0.5, LoRA tr.*_2: ", printed)
     for part, tensors in merged.items():
         save_file(tensors, folder / part / "diffusion_pytorch_model.safetensors")
-    check(got, run(folder, "wan_a14b", *options))
+    check(got, run(folder, "wan_a14b", *how))
 
 
 @pytest.mark.slow
