@@ -20,8 +20,7 @@ class ModelCall(NamedTuple):
         dtype: of q, k and v.
         role: "self" or "cross".
         share: the share of its model's step that all such cross-attentions take, the same in
-            training
-            and denoising (times of calls and steps are in docs/results.md).
+            training and denoising (times of calls and steps are in docs/results.md).
         bias: the shape of an additive bias, or ().
     """
 
